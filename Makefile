@@ -1,0 +1,44 @@
+# make demo   train five methods side by side on the CPU and print the table
+# make test   lint, then all tests
+# make lint   ruff and mypy
+# make clean  remove the virtual environment and the caches; runs/ stays
+
+PYTHON ?= python3
+SEEDS ?= 0,1,2
+MODES ?= bf16,naive,qat,trace,trace-all
+WORKERS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test lint clean
+.DELETE_ON_ERROR:
+
+demo: $(STAMP)
+	@started=$$(date +%s); \
+	$(BIN)/tracefp4 compare recipes/demo.toml --modes $(MODES) --seeds $(SEEDS) --out runs/demo --overwrite; \
+	code=$$?; echo "total: $$(( $$(date +%s) - started )) s"; exit $$code
+
+test: lint
+	$(BIN)/python -m pytest -n $(WORKERS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Installs once, and again only when the pins or the package's own metadata change. --no-build-isolation: the
+# pinned setuptools builds the package, so nothing outside the lock is fetched.
+$(STAMP): requirements-lock.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "tracefp4 needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1 || true);" \
+	       "name another with: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "installing into $(VENV) (once, a few minutes)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-lock.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,54 @@
+"""The distance between two policies on the tokens one of them sampled."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def mismatch_metrics(train_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, float]:
+    """Metrics of ``delta = log p_train - log p_rollout`` over response tokens; f32 [n] each, natural log.
+
+    kl_k1 and kl_k3 estimate KL(rollout || train) (Schulman's estimators: mean(-delta), mean(e^delta - delta - 1)).
+    Each figure also stands under the alias other frameworks log it as. Raises ValueError for unequal lengths.
+    """
+    if train_logprobs.shape != rollout_logprobs.shape:
+        raise ValueError(f"log-probs differ in shape: {tuple(train_logprobs.shape)}, {tuple(rollout_logprobs.shape)}")
+    if train_logprobs.numel() == 0:
+        return {}
+    delta = train_logprobs.double() - rollout_logprobs.double()
+    size = delta.abs()
+    k1 = float((-delta).mean())
+    k3 = float((delta.exp() - delta - 1).mean())
+    mult = float(size.exp().mean())
+    return {
+        "mismatch/logprob_abs_diff_mean": float(size.mean()),
+        "mismatch/logprob_abs_diff_max": float(size.max()),
+        "mismatch/kl_k1": k1,
+        "mismatch/kl_k3": k3,
+        "mismatch/mult_prob_error": mult,
+        "mismatch/extreme_token_frac": float((size > torch.log(torch.tensor(2.0, dtype=torch.double))).double().mean()),
+        "rollout_corr/kl": k1,
+        "rollout_corr/k3_kl": k3,
+        "train_rollout_logprob_abs_diff": float(size.mean()),
+        "token_mult_prob_error": mult,
+    }
+
+
+def importance_metrics(log_weight: Tensor, cap: float) -> dict[str, float]:
+    """Of the token-level importance weights ``w = e^log_weight`` (f32 [n], log p_train_old - log p_rollout).
+
+    ess = (sum w)^2 / (n sum w^2), of the raw weights and of those truncated at the cap.
+    """
+    if log_weight.numel() == 0:
+        return {}
+    w = log_weight.double().exp()
+    t = w.clamp(max=cap)
+    n = w.numel()
+    return {
+        "tis/mean": float(t.mean()),
+        "tis/max": float(w.max()),
+        "tis/clip_frac": float((w > cap).double().mean()),
+        "tis/ess": float(t.sum() ** 2 / (n * (t**2).sum())),
+        "tis/ess_untruncated": float(w.sum() ** 2 / (n * (w**2).sum())),
+    }

@@ -1,0 +1,348 @@
+"""Methods side by side: one process per method, then one table.
+
+Layout: `out_dir/<method>/log.txt` and `out_dir/<method>/seed<k>/` (a run folder each), then
+`out_dir/summary.json` and `out_dir/table.md`. The processes share nothing; a method's seeds run one after
+another in its process. Each gets cores // jobs threads: more would only have them wait for each other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+from tracefp4.config import ConfigError
+from tracefp4.errors import TracefpError
+from tracefp4.report import (
+    create_run_dir,
+    ensure_dir,
+    markdown_table,
+    provenance,
+    rich_table,
+    summarize,
+    write_json_atomic,
+)
+from tracefp4.report.logger import CONFIG, METRICS
+from tracefp4.report.progress import bar_columns
+from tracefp4.report.provenance import usable_cores
+from tracefp4.report.table import provenance_lines
+
+METHOD_KEY, SEED_KEY = "method.name", "run.seed"
+LOG, SUMMARY, TABLE = "log.txt", "summary.json", "table.md"
+POLL_SECONDS = 0.2
+GRACE_SECONDS = 5.0
+TAIL_LINES = 20
+
+Command = Callable[[str, str, Sequence[int], Path, Sequence[str]], list[str]]
+"""(recipe, mode, seeds, folder of the mode, overrides) to the command line that trains it."""
+
+
+class CompareError(TracefpError):
+    """A method's process failed; its last lines have been shown."""
+
+    exit_code = 1
+
+
+def train_command(
+    recipe: str, mode: str, seeds: Sequence[int], mode_dir: Path, overrides: Sequence[str]
+) -> list[str]:
+    """`tracefp4 train` of one method, with the interpreter that runs the comparison."""
+    names = ",".join(str(seed) for seed in seeds)
+    method = f"{METHOD_KEY}={mode}"
+    arguments = ["train", recipe, *overrides, method, "--out", str(mode_dir), "--seeds", names]
+    return [sys.executable, "-m", "tracefp4", *arguments]
+
+
+def compare(
+    recipe: str | Path,
+    modes: Sequence[str],
+    seeds: Sequence[int],
+    out_dir: str | Path,
+    overrides: Sequence[str] = (),
+    jobs: int | None = None,
+    *,
+    overwrite: bool = False,
+    command: Command = train_command,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Trains every (mode, seed), writes summary.json and table.md, prints the table, returns the summary.
+
+    jobs: processes at once; the smaller of the number of modes and of cores unless told. overwrite: remove
+    the runs of these modes and seeds that `out_dir` holds; other files there stay. Raises CompareError after
+    a failing process has been shown and the others ended.
+    """
+    console = console or Console(stderr=True)
+    _check_request(modes, seeds, overrides, jobs)
+    out_dir = _prepare(Path(out_dir), modes, seeds, overwrite)
+    jobs = min(len(modes), jobs or usable_cores())
+    threads = max(1, usable_cores() // jobs)
+    children = [
+        _Child(
+            mode, command(str(recipe), mode, seeds, out_dir / mode, overrides), out_dir / mode, list(seeds)
+        )
+        for mode in modes
+    ]
+    started = time.monotonic()
+    with _signals_as_exit(), _display(console, children) as show:
+        _run_all(children, jobs, _child_environment(threads), show, console)
+    summary = {**summarize(out_dir, modes, seeds), **provenance(), "jobs": jobs, "threads_per_run": threads}
+    summary["wall_seconds"] = {"total": time.monotonic() - started, **{c.mode: c.seconds for c in children}}
+    write_json_atomic(out_dir / SUMMARY, summary)
+    (out_dir / TABLE).write_text(markdown_table(summary), encoding="utf-8")
+    _print_result(summary, out_dir)
+    return summary
+
+
+def _check_request(
+    modes: Sequence[str], seeds: Sequence[int], overrides: Sequence[str], jobs: int | None
+) -> None:
+    """Refuses what would only fail, or mislead, after the first run."""
+    for name, values in (("--modes", modes), ("--seeds", seeds)):
+        if not values:
+            raise ConfigError(f"{name} names nothing to run")
+        if len(set(values)) < len(values):
+            raise ConfigError(f"{name} names {next(v for v in values if list(values).count(v) > 1)} twice")
+    if jobs is not None and jobs < 1:
+        raise ConfigError(f"--jobs must be at least 1, got {jobs}")
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        if key in (METHOD_KEY, SEED_KEY):
+            flag = "--modes" if key == METHOD_KEY else "--seeds"
+            raise ConfigError(
+                f"the override '{override}' contradicts {flag}, which sets {key} in a comparison"
+            )
+
+
+def _prepare(out_dir: Path, modes: Sequence[str], seeds: Sequence[int], overwrite: bool) -> Path:
+    if not overwrite:
+        return create_run_dir(out_dir)
+    ensure_dir(out_dir)
+    for mode in modes:
+        for seed in seeds:
+            folder = out_dir / mode / f"seed{seed}"
+            if folder.exists():
+                create_run_dir(folder, overwrite=True)
+    for name in (SUMMARY, TABLE):
+        (out_dir / name).unlink(missing_ok=True)  # else a failed comparison shows the table of the last one
+    return out_dir
+
+
+def _child_environment(threads: int) -> dict[str, str]:
+    # torch takes its thread count from OMP_NUM_THREADS. Unbuffered, so that log.txt is whole if a child dies.
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+# Processes
+
+
+@dataclass
+class _Child:
+    """One method's process."""
+
+    mode: str
+    command: list[str]
+    folder: Path
+    seeds: list[int]
+    process: subprocess.Popen[bytes] | None = None
+    started: float = 0.0
+    seconds: float = 0.0
+    log: IO[bytes] | None = field(default=None, repr=False)
+
+    @property
+    def log_path(self) -> Path:
+        return self.folder / LOG
+
+    def start(self, environment: dict[str, str]) -> None:
+        """Runs it in a session of its own, so that a Ctrl-C reaches it through `end` alone, and only once."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.started = time.monotonic()
+        with open(self.log_path, "wb") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def poll(self) -> int | None:
+        """The exit code once it is known, negative for a signal."""
+        assert self.process is not None
+        code = self.process.poll()
+        self.seconds = time.monotonic() - self.started
+        return code
+
+    def steps_done(self) -> int:
+        """Lines logged so far over all seeds."""
+        total = 0
+        for seed in self.seeds:
+            try:
+                total += (self.folder / f"seed{seed}" / METRICS).read_bytes().count(b"\n")
+            except OSError:
+                break
+        return total
+
+    def steps_planned(self) -> int | None:
+        """The steps of all seeds, as the first run's config.json tells; None until it is there."""
+        try:
+            config = json.loads((self.folder / f"seed{self.seeds[0]}" / CONFIG).read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError):
+            return None
+        for section in ("run", "train"):
+            steps = config.get(section, {}).get("steps")
+            if isinstance(steps, int):
+                return steps * len(self.seeds)
+        return None
+
+    def tail(self) -> list[str]:
+        """The last lines of its log."""
+        lines = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return [line for line in lines if line.strip()][-TAIL_LINES:]
+
+
+def _run_all(
+    children: list[_Child],
+    jobs: int,
+    environment: dict[str, str],
+    show: Callable[[_Child, str], None],
+    console: Console,
+) -> None:
+    """Runs all children, at most `jobs` at once; whatever ends this function, none of them outlives it."""
+    waiting, running = list(children), list[_Child]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                child = waiting.pop(0)
+                running.append(child)
+                child.start(environment)
+                show(child, "started")
+            time.sleep(POLL_SECONDS)
+            for child in list(running):
+                code = child.poll()
+                if code is None:
+                    show(child, "running")
+                    continue
+                running.remove(child)
+                if code:
+                    raise _failure(child, code, console)
+                show(child, "done")
+    finally:
+        _end(running)
+
+
+def _failure(child: _Child, code: int, console: Console) -> CompareError:
+    console.print(f"last lines of {child.log_path}:", markup=False, highlight=False)
+    for line in child.tail():
+        console.print("  " + line, markup=False, highlight=False, soft_wrap=True)
+    what = f"ended by signal {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+    return CompareError(f"the run of {child.mode} {what}; its whole log is {child.log_path}")
+
+
+def _end(children: list[_Child]) -> None:
+    """Ends the process groups of these children: asked first, killed after a grace period."""
+    for signum, grace in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, GRACE_SECONDS)):
+        alive = [c for c in children if c.process is not None and c.process.poll() is None]
+        for child in alive:
+            _signal_group(child, signum)
+        deadline = time.monotonic() + grace
+        while any(c.poll() is None for c in alive) and time.monotonic() < deadline:
+            try:
+                time.sleep(0.02)
+            except KeyboardInterrupt:  # an impatient second Ctrl-C: no more grace
+                deadline = 0.0
+
+
+def _signal_group(child: _Child, signum: signal.Signals) -> None:
+    assert child.process is not None
+    with suppress(ProcessLookupError):
+        os.killpg(child.process.pid, signum)  # the child leads the group that start_new_session made
+
+
+@contextmanager
+def _signals_as_exit() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that no child is orphaned."""
+
+    def leave(signum: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    before: dict[signal.Signals, Any] = {}
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP, and is meant to
+            with suppress(ValueError):  # not the main thread: signals are someone else's business
+                before[signum] = signal.signal(signum, leave)
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+# What a person sees
+
+
+@contextmanager
+def _display(console: Console, children: list[_Child]) -> Iterator[Callable[[_Child, str], None]]:
+    """A bar per method on a terminal; elsewhere a line at the start, each fifth of the way and the end."""
+    if not console.is_terminal:
+        yield _Lines(console)
+        return
+    with Progress(*bar_columns(), console=console, transient=True) as bars:
+        yield _Bars(bars)
+
+
+class _Bars:
+    def __init__(self, bars: Progress) -> None:
+        self.bars = bars
+        self.tasks: dict[str, TaskID] = {}
+
+    def __call__(self, child: _Child, state: str) -> None:
+        if child.mode not in self.tasks:
+            self.tasks[child.mode] = self.bars.add_task(child.mode, total=None, figures="")
+        text = f"done in {child.seconds:.0f} s" if state == "done" else f"{child.seconds:.0f} s"
+        self.bars.update(
+            self.tasks[child.mode], total=child.steps_planned(), completed=child.steps_done(), figures=text
+        )
+
+
+class _Lines:
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.shown: dict[str, int] = {}
+
+    def __call__(self, child: _Child, state: str) -> None:
+        if state == "running":
+            planned = child.steps_planned()
+            fifths = 5 * child.steps_done() // planned if planned else 0
+            if fifths <= self.shown.get(child.mode, 0) or fifths >= 5:
+                return
+            self.shown[child.mode] = fifths
+            state = f"step {child.steps_done()}/{planned}"
+        text = f"{child.mode}: {state}" + (f" ({child.seconds:.0f} s)" if child.seconds else "")
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_result(summary: dict[str, Any], out_dir: Path) -> None:
+    """The table and where its numbers come from, on standard output."""
+    console = Console()
+    # Without a terminal rich assumes 80 columns and folds the headings to shreds.
+    console.print(rich_table(summary), width=None if console.is_terminal else 200)
+    for line in [*provenance_lines(summary), f"written: {out_dir / SUMMARY}, {out_dir / TABLE}"]:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,409 @@
+"""Reading a recipe: a TOML file, `key=value` overrides, strict models, errors of one sentence.
+
+Components declare their settings beside their class as a `StrictModel`; the root model that collects them
+is handed to `load_config`. This module imports nothing from the package but `errors`.
+
+    config = load_config("recipes/demo.toml", ["train.lr=1e-4", "method.name=trace"], RunConfig)
+
+An override is a dotted key and a value in TOML (`run.seed=3`, `a=[1, 2]`, `quant.kv=false`). A value that
+is no TOML at all and does not look like an attempt at it is a bare word and read as a string
+(`method.name=trace`). Later overrides win. A table (`train={lr=1e-4}`) is merged into the section key by key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+
+from tracefp4.errors import TracefpError
+
+Model = TypeVar("Model", bound=BaseModel)
+Loc = tuple[int | str, ...]
+
+_KEY = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+
+
+class ConfigError(TracefpError, ValueError):
+    """A recipe or an override that cannot be used; several problems are joined by semicolons."""
+
+
+class StrictModel(BaseModel):
+    """Base of every config section: unknown keys fail, values are frozen, defaults are checked too.
+
+    NaN and infinity are refused: no setting means anything with them, and "no limit" is spelled None.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+def load_config(path: str | Path, overrides: list[str], model: type[Model]) -> Model:
+    """The recipe at `path` with `overrides` applied, validated as `model`; ConfigError says what is wrong."""
+    data = read_toml(Path(path))
+    parsed = [(text, *parse_override(text)) for text in overrides]
+    for text, keys, value in parsed:
+        _apply_override(data, text, keys, value)
+    # TOML dates become ISO strings, as every field that could take one is text.
+    data = json.loads(json.dumps(data, default=str))
+    sources = {keys: f"the override '{text}'" for text, keys, _ in parsed}
+    explainer = _Explainer(str(path), sources, data, model)
+    try:
+        config = model.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(explainer.explain(error)) from None
+    if coerced := [explainer.wrong_type(*found) for found in _coerced(data, config)]:
+        raise ConfigError("; ".join(coerced))
+    return config
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file; a missing, unreadable or broken file is a ConfigError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        return tomllib.loads(text)
+    except FileNotFoundError:
+        raise ConfigError(f"there is no recipe at {path}{_nearby_recipe(path)}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8 text, as TOML must be") from None
+    except OSError as error:
+        what = "a folder, not a recipe file" if path.is_dir() else f"not readable ({error.strerror})"
+        raise ConfigError(f"{path} is {what}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {_toml_problem(str(error), text)}") from None
+
+
+def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
+    """Splits `a.b=VALUE` into its keys and its value.
+
+    >>> parse_override("train.lr=1e-4")
+    (('train', 'lr'), 0.0001)
+    """
+    key, equals, raw = text.partition("=")
+    key, raw = key.strip(), raw.strip()
+    if not equals:
+        raise ConfigError(f"the override '{text}' has no '=': write it as section.key=value")
+    if not _KEY.fullmatch(key):
+        raise ConfigError(f"the override '{text}' needs a dotted key such as train.lr before the '='")
+    if not raw:
+        raise ConfigError(f"the override '{text}' has no value: write {key}='\"\"' for an empty string")
+    return tuple(key.split(".")), _parse_value(text, raw)
+
+
+def resolved(config: BaseModel) -> dict[str, Any]:
+    """The config with every default filled in, as plain JSON types: a run folder's config.json."""
+    return config.model_dump(mode="json")
+
+
+def config_hash(config: BaseModel) -> str:
+    """16 hex digits that name the resolved config: equal settings, however written, give equal hashes."""
+    canonical = json.dumps(resolved(config), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def did_you_mean(word: str, choices: list[str], prefix: str = "") -> str:
+    """'; did you mean A or B?' for the choices near `word`, else all of them when they are few, else ''."""
+    near = difflib.get_close_matches(word, choices, n=2, cutoff=0.6)
+    if near:
+        return f"; did you mean {' or '.join(prefix + name for name in near)}?"
+    return f"; known here: {', '.join(prefix + name for name in choices)}" if 0 < len(choices) <= 12 else ""
+
+
+# Files and overrides
+
+
+def _nearby_recipe(path: Path) -> str:
+    """A hint naming the recipe of the same folder whose name is nearest."""
+    if not path.parent.is_dir():
+        return f" (the folder {path.parent} does not exist either)"
+    names = sorted(entry.name for entry in path.parent.glob("*.toml"))
+    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
+    return f"; did you mean {path.parent / near[0]}?" if near else ""
+
+
+def _toml_problem(message: str, text: str) -> str:
+    """tomllib's message with the line first, also where it only says 'at end of document'."""
+    found = re.fullmatch(r"(.*) \(at line (\d+), column (\d+)\)", message, re.DOTALL)
+    if found:
+        problem, line, column = found.groups()
+        return f"line {line}, column {column}: {_lower_first(problem)}"
+    problem = message.removesuffix(" (at end of document)")
+    return f"line {max(1, len(text.splitlines()))}: {_lower_first(problem)}"
+
+
+def _parse_value(text: str, raw: str) -> Any:
+    """A TOML value, or the raw text when it is a bare word.
+
+    It must parse both alone and inside an array: alone rules out `1, 2`, the array rules out a value with a
+    comment or a second line after it, which would silently lose its tail.
+    """
+    try:
+        alone, listed = tomllib.loads(f"v = {raw}"), tomllib.loads(f"v = [{raw}]")
+        # Compared by repr, as NaN is not equal to itself.
+        if set(alone) == {"v"} and repr(listed["v"]) == repr([alone["v"]]):
+            return alone["v"]
+    except tomllib.TOMLDecodeError:
+        pass
+    if raw[0] in "[{\"'":
+        raise ConfigError(
+            f"the value in the override '{text}' is not valid TOML: check its brackets and quotes"
+        )
+    return raw
+
+
+def _apply_override(data: dict[str, Any], text: str, keys: tuple[str, ...], value: Any) -> None:
+    table = data
+    for depth, key in enumerate(keys[:-1]):
+        table = table.setdefault(key, {})
+        if not isinstance(table, dict):
+            raise ConfigError(
+                f"the override '{text}' needs {'.'.join(keys[: depth + 1])} to be a section, but it is a value"
+            )
+    _merge(table, keys[-1], value)
+
+
+def _merge(table: dict[str, Any], key: str, value: Any) -> None:
+    if isinstance(value, dict) and isinstance(table.get(key), dict):
+        for name, inner in value.items():
+            _merge(table[key], name, inner)
+    else:
+        table[key] = value
+
+
+# Explaining a ValidationError
+
+
+_EXPECTED = {
+    "int_type": "an integer",
+    "int_parsing": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "a string",
+    "path_type": "a path in quotes",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "set_type": "a list",
+    "frozen_set_type": "a list",
+    "dict_type": "a table",
+    "model_type": "a section with keys of its own",
+    "model_attributes_type": "a section with keys of its own",
+    "dataclass_type": "a section with keys of its own",
+    "none_required": "left out",
+}
+"""What a value should have been, by pydantic's error type; the rest is made from the error's context."""
+
+_SCALARS: dict[type, str] = {bool: "true or false", int: "an integer", float: "a number"}
+_MISSING = ("missing", "missing_argument")
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+_BOUNDS = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}
+_BOUND_ERRORS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
+
+
+class _Explainer:
+    """Turns pydantic's list of errors into sentences that name the key, the source and the remedy."""
+
+    def __init__(
+        self, path: str, sources: dict[tuple[str, ...], str], data: dict[str, Any], model: type[BaseModel]
+    ) -> None:
+        self.path = path
+        self.sources = sources
+        self.data = data
+        self.model = model
+
+    def explain(self, error: ValidationError) -> str:
+        """One sentence per key, joined by semicolons; the branches of a union share a sentence."""
+        by_key: dict[Loc, list[ErrorDetails]] = {}
+        for detail in error.errors(include_url=False):
+            by_key.setdefault(self._key_of(detail), []).append(detail)
+        return "; ".join(self._sentence(loc, details) for loc, details in by_key.items())
+
+    def _key_of(self, detail: ErrorDetails) -> Loc:
+        """The location without the names of union branches, which are no keys the user wrote."""
+        keys: list[int | str] = []
+        value: Any = self.data
+        for part in detail["loc"]:
+            if isinstance(value, dict) and (part in value or detail["type"] in _MISSING):
+                value = value.get(part)
+            elif isinstance(value, list) and isinstance(part, int):
+                value = value[part] if part < len(value) else None
+            else:
+                continue
+            keys.append(part)
+        return tuple(keys)
+
+    def _sentence(self, loc: Loc, details: list[ErrorDetails]) -> str:
+        kind = details[0]["type"]
+        name, source = _dotted(loc), self._source(loc)
+        if kind in _UNKNOWN:
+            return self._unknown_key(loc)
+        if kind in _MISSING and isinstance(loc[-1], int):
+            return f"{_dotted(loc[:-1])} has too few values in {source}"
+        if kind in _MISSING:
+            return f"{name} is required and missing in {self.path}"
+        if kind in ("value_error", "assertion_error"):
+            message = details[0]["msg"].split(", ", 1)[-1]
+            return f"{message} (in {source})" if not loc else f"{name}: {message} (in {source})"
+        expected = list(dict.fromkeys(self._expectation(loc, detail) for detail in details))
+        return self.wrong_type(loc, details[0]["input"], " or ".join(expected)) + _near_literal(details)
+
+    def wrong_type(self, loc: Loc, value: Any, expected: str) -> str:
+        """The sentence on a value that is not what its key needs."""
+        got = json.dumps(value, default=str)
+        return f"{_dotted(loc)} must be {expected}, got {got} in {self._source(loc)}"
+
+    def _source(self, loc: Loc) -> str:
+        """The last override that set this key or a table around it or within it, else the file."""
+        found = f"{self.path}"
+        for keys, source in self.sources.items():
+            shared = min(len(keys), len(loc))
+            if shared and keys[:shared] == loc[:shared]:
+                found = source
+        return found
+
+    def _expectation(self, loc: Loc, detail: ErrorDetails) -> str:
+        kind, context = detail["type"], detail.get("ctx", {})
+        if kind in _BOUND_ERRORS:
+            return self._range(loc, context)
+        if kind in ("literal_error", "enum"):
+            return (
+                f"one of {context['expected']}"
+                if " or " in str(context["expected"])
+                else f"{context['expected']}"
+            )
+        if kind in ("too_short", "too_long"):
+            low, high = context.get("min_length"), context.get("max_length")
+            count = f"at least {low}" if kind == "too_short" else f"at most {high}"
+            return f"a list of {count} values"
+        if kind == "string_too_short":
+            return f"a string of at least {context['min_length']} characters"
+        if kind == "string_pattern_mismatch":
+            return f"a string that matches {context['pattern']}"
+        if kind == "multiple_of":
+            return f"a multiple of {context['multiple_of']}"
+        return _EXPECTED.get(kind) or _lower_first(detail["msg"]).removeprefix("input should be ")
+
+    def _range(self, loc: Loc, context: dict[str, Any]) -> str:
+        """Both bounds of the key, not only the one that was crossed."""
+        bounds = {name: context[name] for name in _BOUNDS if name in context}
+        for meta in _metadata(self.model, loc):
+            bounds |= {name: getattr(meta, name) for name in _BOUNDS if getattr(meta, name, None) is not None}
+        return " and ".join(f"{_BOUNDS[name]} {bounds[name]}" for name in _BOUNDS if name in bounds)
+
+    def _unknown_key(self, loc: Loc) -> str:
+        """Says where the key would be known: nearest at this level, then the same name in other sections."""
+        written = next((keys for keys in self.sources if keys[: len(loc)] == loc), loc)
+        parent, key = loc[:-1], str(loc[-1])
+        prefix = f"{_dotted(parent)}." if parent else ""
+        known = _fields(self.model, parent)
+        elsewhere = [path for path in _all_paths(self.model) if path.rsplit(".", 1)[-1] == key]
+        sentence = f"unknown key {_dotted(written)} in {self._source(loc)}"
+        if elsewhere:
+            return f"{sentence}; it exists as {' and '.join(elsewhere[:3])}"
+        return sentence + did_you_mean(key, known, prefix)
+
+
+def _coerced(raw: Any, value: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Any, str]]:
+    """Scalars that pydantic took for another type: "10" for a number, 1 for a boolean, true for a number.
+
+    Its strict mode would refuse these, but also a list for a tuple and a string for a path, which TOML cannot
+    write in another way; in strict JSON mode it refuses defaults of such types.
+    """
+    if isinstance(raw, dict):
+        for key, inner in raw.items():
+            attribute = value.get(key) if isinstance(value, dict) else getattr(value, key, None)
+            yield from _coerced(inner, attribute, (*loc, key))
+    elif isinstance(raw, list) and isinstance(value, list | tuple):
+        for index, (inner, item) in enumerate(zip(raw, value, strict=False)):
+            yield from _coerced(inner, item, (*loc, index))
+    elif type(value) in _SCALARS and type(raw) is not type(value):
+        if isinstance(raw, bool) or isinstance(value, bool) or (isinstance(raw, str) and _is_number(raw)):
+            yield loc, raw, _SCALARS[type(value)]
+
+
+def _is_number(text: str) -> bool:
+    # Other text became a number by a validator that knows it, such as "auto".
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _near_literal(details: list[ErrorDetails]) -> str:
+    """A suggestion when a misspelt word was given for a choice of words."""
+    for detail in details:
+        if detail["type"] in ("literal_error", "enum") and isinstance(detail["input"], str):
+            choices = re.findall(r"'([^']*)'", str(detail.get("ctx", {}).get("expected", "")))
+            near = difflib.get_close_matches(detail["input"], choices, n=1)
+            return f"; did you mean {near[0]}?" if near else ""
+    return ""
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models an annotation mentions: `Section`, `Section | None`, `list[Section]`, `Annotated[...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models_in(inner)
+
+
+def _models_at(model: type[BaseModel], loc: Loc) -> list[type[BaseModel]]:
+    """The models that a table at `loc` may be; indices into lists do not change the model."""
+    models = [model]
+    for part in loc:
+        if isinstance(part, str):
+            fields = [m.model_fields[part] for m in models if part in m.model_fields]
+            models = [inner for field in fields for inner in _models_in(field.annotation)]
+    return models
+
+
+def _fields(model: type[BaseModel], loc: Loc) -> list[str]:
+    return list(dict.fromkeys(name for m in _models_at(model, loc) for name in m.model_fields))
+
+
+def _metadata(model: type[BaseModel], loc: Loc) -> list[Any]:
+    """The constraints declared on the field at `loc`, also those inside `Annotated[...] | None`."""
+    *parent, name = loc
+    found: list[Any] = []
+    for owner in _models_at(model, tuple(parent)):
+        if isinstance(name, str) and name in owner.model_fields:
+            field = owner.model_fields[name]
+            found += [*field.metadata, *_nested_metadata(field.annotation)]
+    return found
+
+
+def _nested_metadata(annotation: Any) -> Iterator[Any]:
+    for inner in get_args(annotation):
+        for meta in getattr(inner, "__metadata__", ()):
+            yield from getattr(meta, "metadata", [meta])  # a Field(...) carries a list of constraints
+        yield from _nested_metadata(inner)
+
+
+def _all_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every dotted key of the model, sections included."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        for inner in _models_in(field.annotation):
+            yield from _all_paths(inner, f"{prefix}{name}.")
+
+
+def _dotted(loc: Loc) -> str:
+    text = ""
+    for part in loc:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text or "the recipe"
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]

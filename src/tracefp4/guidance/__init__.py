@@ -1,0 +1,28 @@
+"""Compact guidance: recording which FP4 slot the rollout picked and rounding to it in the trainer."""
+
+from tracefp4.guidance.codec import DECODE_RULES, decode, encode, pack_rows
+from tracefp4.guidance.schema import (
+    FORMAT_VERSION,
+    SUPPORTED_BITS,
+    CompactGuidance,
+    GuidanceError,
+    GuidanceHeader,
+    PlaneLayout,
+    plane_layout,
+    row_bytes,
+)
+
+__all__ = [
+    "DECODE_RULES",
+    "FORMAT_VERSION",
+    "SUPPORTED_BITS",
+    "CompactGuidance",
+    "GuidanceError",
+    "GuidanceHeader",
+    "PlaneLayout",
+    "decode",
+    "encode",
+    "pack_rows",
+    "plane_layout",
+    "row_bytes",
+]

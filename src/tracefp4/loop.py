@@ -1,0 +1,251 @@
+"""The RL loop: wires a Rollout and a Trainer, which know nothing of each other.
+
+One step: prompts, rollout, rewards, update, weights to the rollout. Synchronous: the rollout of step k runs under
+the weights of step k.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field, model_validator
+from transformers import AutoConfig, AutoTokenizer
+
+from tracefp4.assets import builtin_model_path
+from tracefp4.config import StrictModel
+from tracefp4.errors import TracefpError
+from tracefp4.guidance.store import MemoryStore
+from tracefp4.methods import QuantConfig, get_method
+from tracefp4.nn.loading import load_policy
+from tracefp4.report import RunLogger, progress, write_json_atomic
+from tracefp4.report.provenance import provenance
+from tracefp4.rollout.engine import RolloutConfig, RolloutEngine
+from tracefp4.tasks import Prompt, Task, TaskConfig, make_task
+from tracefp4.train.trainer import GRPOTrainer, TrainConfig
+from tracefp4.types import GuidanceHandle, Request, RolloutBatch, SamplingParams, Trajectory
+
+
+class ModelConfig(StrictModel):
+    """path: a local Hugging Face checkpoint directory, or "builtin:NAME" of one that ships with the package."""
+
+    path: str = "builtin:sums-moe"
+
+
+class MethodConfig(StrictModel):
+    """name: a mode, see ``tracefp4 methods``."""
+
+    name: str = "trace"
+
+
+class SamplingConfig(StrictModel):
+    """prompts_per_step groups of samples_per_prompt responses each; max_new_tokens and temperature of each."""
+
+    prompts_per_step: int = Field(16, ge=1)
+    samples_per_prompt: int = Field(8, ge=2)
+    max_new_tokens: int = Field(96, ge=1)
+    temperature: float = Field(1.0, gt=0)
+
+
+class LoopConfig(StrictModel):
+    """steps: RL steps. seed: of everything random. eval_prompts: held-out problems, 0 to skip; evaluated before the
+    first and after the last step, and every eval_every steps where that is not 0. probe_trajectories: responses per
+    probed step whose full codes are kept for the mismatch metrics; probe_every: probe every n-th step, 0 never.
+    threads: of torch, 0 leaves its choice."""
+
+    steps: int = Field(60, ge=1)
+    seed: int = Field(0, ge=0)
+    eval_prompts: int = Field(0, ge=0)
+    eval_every: int = Field(0, ge=0)
+    probe_trajectories: int = Field(8, ge=0)
+    probe_every: int = Field(1, ge=0)
+    threads: int = Field(0, ge=0)
+    tensorboard: bool = True
+
+
+class RunConfig(StrictModel):
+    """A recipe: one section a component."""
+
+    model: ModelConfig = ModelConfig()
+    task: TaskConfig = TaskConfig()
+    method: MethodConfig = MethodConfig()
+    quant: QuantConfig = QuantConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    train: TrainConfig = TrainConfig()
+    run: LoopConfig = LoopConfig()
+
+    @model_validator(mode="after")
+    def _known_method(self) -> RunConfig:
+        get_method(self.method.name)
+        return self
+
+
+def model_path(path: str) -> Path:
+    """Directory of a checkpoint. Raises TracefpError where it is none."""
+    if path.startswith("builtin:"):
+        return builtin_model_path(path.removeprefix("builtin:"))
+    directory = Path(path)
+    if not (directory / "config.json").is_file():
+        raise TracefpError(f"model.path {path} is no Hugging Face checkpoint directory (it has no config.json)")
+    return directory
+
+
+def derive_seed(*parts: object) -> int:
+    """A 63-bit seed that depends on all parts; equal parts give equal seeds on every machine."""
+    digest = hashlib.sha256("\x1f".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+class TrainingRun:
+    """A run's parts, and its step. ``run_training`` drives one; use it directly for a loop of your own."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        if config.run.threads:
+            torch.set_num_threads(config.run.threads)
+        torch.manual_seed(config.run.seed)
+        path = model_path(config.model.path)
+        self.method = get_method(config.method.name)
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        for name in ("pad_token_id", "eos_token_id"):
+            if getattr(self.tokenizer, name) is None:
+                raise TracefpError(f"the tokenizer in {path} has no {name}; set one in its tokenizer_config.json")
+        self.task: Task = make_task(config.task)
+        self.store = MemoryStore()
+        hf_config = AutoConfig.from_pretrained(path)
+        self.recipe = self.method.recipe(config.quant, hf_config.num_hidden_layers)
+        self.engine = RolloutEngine(hf_config, self.recipe, config.rollout, self.store)
+        self.trainer = GRPOTrainer(
+            load_policy(path, config.train.dtype),
+            self.recipe,
+            self.method.forward,
+            config.train,
+            self.store,
+            temperature=config.sampling.temperature,
+            pad_id=self.tokenizer.pad_token_id,
+            seed=derive_seed(config.run.seed, "minibatches"),
+        )
+        self.engine.update_weights(self.trainer.named_weights(), self.trainer.version)
+
+    def requests(self, prompts: list[Prompt], samples: int, tag: str, probes: int = 0) -> list[Request]:
+        """``samples`` requests a prompt, prompt by prompt. probes of them, spread evenly, keep their full codes."""
+        s, seed = self.config.sampling, self.config.run.seed
+        total = len(prompts) * samples
+        stride = total / probes if probes else 0
+        probed = {int(i * stride) for i in range(min(probes, total))}
+        out = []
+        for p in prompts:
+            ids = tuple(self.tokenizer(p.text, add_special_tokens=False)["input_ids"])
+            for j in range(samples):
+                sampling = SamplingParams(
+                    temperature=s.temperature,
+                    max_new_tokens=s.max_new_tokens,
+                    stop_token_ids=(self.tokenizer.eos_token_id,),
+                    seed=derive_seed(seed, tag, p.id, j),
+                )
+                out.append(Request(f"{tag}/{p.id}/{j}", ids, sampling, probe=len(out) in probed))
+        return out
+
+    def score(self, prompt: Prompt, trajectory: Trajectory) -> float:
+        text = self.tokenizer.decode(trajectory.response_ids, skip_special_tokens=True)
+        # A response that was cut off has not said that it is finished, whatever it has written so far.
+        return float(self.task.score(prompt, text)) if trajectory.finish_reason == "stop" else 0.0
+
+    def step(self, index: int) -> tuple[dict[str, float], dict[str, float]]:
+        """One RL step; returns (metrics, wall-clock figures)."""
+        c = self.config
+        n = c.sampling.samples_per_prompt
+        prompts = self.task.train_prompts(index, c.sampling.prompts_per_step)
+        probing = c.run.probe_every and index % c.run.probe_every == 0
+        requests = self.requests(prompts, n, f"step{index}", c.run.probe_trajectories if probing else 0)
+        clock = [time.perf_counter()]
+        trajectories = self.engine.generate(requests)
+        clock.append(time.perf_counter())
+        for i, t in enumerate(trajectories):
+            t.group = i // n
+            t.reward = self.score(prompts[t.group], t)
+        metrics = self._rollout_metrics(trajectories)
+        try:
+            metrics |= self.trainer.update(RolloutBatch(trajectories, self.engine.version))
+        finally:
+            handles: list[GuidanceHandle] = [h for t in trajectories for h in (t.guidance, t.probe) if h is not None]
+            self.store.discard(handles)
+        clock.append(time.perf_counter())
+        self.engine.update_weights(self.trainer.named_weights(), self.trainer.version)
+        clock.append(time.perf_counter())
+        tokens = sum(len(t.response_ids) for t in trajectories)
+        rollout_s, train_s, sync_s = (b - a for a, b in zip(clock, clock[1:], strict=False))
+        timing = {
+            "rollout_seconds": rollout_s,
+            "train_seconds": train_s,
+            "weight_sync_seconds": sync_s,
+            "rollout_tokens_per_second": tokens / rollout_s,
+            "train_tokens_per_second": tokens / train_s,
+        }
+        return metrics, timing
+
+    def _rollout_metrics(self, trajectories: list[Trajectory]) -> dict[str, float]:
+        count = len(trajectories)
+        rewards = [t.reward for t in trajectories]
+        lengths = [len(t.response_ids) for t in trajectories]
+        rows = sum(t.num_rows for t in trajectories)
+        stored = sum(self.store.get(t.guidance).payload_nbytes for t in trajectories if t.guidance is not None)
+        return {
+            "reward/mean": sum(rewards) / count,
+            "response/length_mean": sum(lengths) / count,
+            "response/length_max": float(max(lengths)),
+            "response/truncated_share": sum(t.finish_reason == "length" for t in trajectories) / count,
+            "policy/lag": float(self.trainer.version - self.engine.version),
+            "guidance/bytes_per_token": stored / rows,
+            "rollout/preemptions": float(self.engine.scheduler.num_preemptions),
+        }
+
+    def evaluate(self, tag: str) -> float | None:
+        """Pass rate on held-out problems, one sampled response each, in the mode's own rollout form."""
+        n = self.config.run.eval_prompts
+        if not n:
+            return None
+        prompts = self.task.test_prompts(n)
+        trajectories = self.engine.generate(self.requests(prompts, 1, f"eval-{tag}"))
+        handles = [t.guidance for t in trajectories if t.guidance is not None]
+        self.store.discard(handles)
+        return sum(self.score(p, t) for p, t in zip(prompts, trajectories, strict=True)) / n
+
+
+def run_training(config: RunConfig, run_dir: Path, on_step: Callable[[int, dict[str, float]], None] | None = None) -> dict[str, Any]:
+    """Trains one method as configured and writes metrics.jsonl, timing.jsonl and run.json to run_dir.
+
+    Returns the run's summary: held-out pass rate before and after, with its n. Raises TracefpError for what the user
+    can mend, FloatingPointError where the numbers broke.
+    """
+    run = TrainingRun(config)
+    write_json_atomic(
+        run_dir / "run.json",
+        provenance() | {"recipe_hash": run.recipe.hash, "method": run.method.name, "seed": config.run.seed},
+    )
+    summary: dict[str, Any] = {"method": run.method.name, "seed": config.run.seed, "steps": config.run.steps}
+    start = run.evaluate("start")
+    with (
+        RunLogger(run_dir, tensorboard=config.run.tensorboard) as logger,
+        progress(config.run.steps, f"{run.method.name}, seed {config.run.seed}") as bar,
+    ):
+        for index in range(config.run.steps):
+            metrics, timing = run.step(index)
+            every = config.run.eval_every
+            if every and (index + 1) % every == 0 and index + 1 < config.run.steps:
+                rate = run.evaluate(f"step{index}")
+                if rate is not None:
+                    metrics["eval/pass_rate"] = rate
+            logger.log(index, metrics, timing)
+            bar.step(reward=metrics["reward/mean"], diff=metrics.get("mismatch/logprob_abs_diff_mean", 0.0))
+            if on_step:
+                on_step(index, metrics)
+    end = run.evaluate("end")
+    if start is not None:
+        summary |= {"eval/pass_rate_start": start, "eval/pass_rate_end": end, "eval/n": config.run.eval_prompts}
+    return summary

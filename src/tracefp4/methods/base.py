@@ -1,0 +1,88 @@
+"""What a mode is: what the rollout quantizes and records, how much the trainer mirrors, which loss."""
+
+from __future__ import annotations
+
+import difflib
+
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from tracefp4.config import StrictModel
+from tracefp4.errors import TracefpError
+from tracefp4.nn import TrainerForward
+from tracefp4.recipe import QuantRecipe, resolve_guided_layers
+
+
+class QuantConfig(StrictModel):
+    """Formats of a quantized rollout; modes that do not quantize ignore them.
+
+    weights, activations: of the routed experts. kv: of the cache. "none" leaves a part in the compute dtype.
+    encode_scale: "row" or "row-pow2". kv_encode_scale: static encode scale S of K and V.
+    """
+
+    weights: str = "nvfp4"
+    activations: str = "nvfp4"
+    kv: str = "nvfp4"
+    encode_scale: str = "row"
+    kv_encode_scale: float = Field(1.0, gt=0)
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """What a guided mode records: layers ("deeper-half" or "all"), bits per value, decoding rule."""
+
+    layers: str
+    bits: float
+    rule: str
+
+
+@dataclass(frozen=True)
+class Method:
+    """One mode of the trainer. quantized: the rollout runs in FP4. forward: the trainer's. guidance: None records nothing."""
+
+    name: str
+    description: str
+    quantized: bool
+    forward: TrainerForward
+    guidance: Guidance | None = None
+
+    def recipe(self, quant: QuantConfig, num_layers: int) -> QuantRecipe:
+        """The numeric contract of a run of this mode."""
+        if not self.quantized:
+            return QuantRecipe(num_layers=num_layers)
+        part = {k: None if getattr(quant, k) == "none" else getattr(quant, k) for k in ("weights", "activations", "kv")}
+        g = self.guidance
+        return QuantRecipe(
+            num_layers=num_layers,
+            **part,
+            encode_scale=quant.encode_scale,
+            kv_encode_scale=quant.kv_encode_scale,
+            guided_layers=resolve_guided_layers(g.layers if g else "none", num_layers),
+            bits=g.bits if g else 1.125,
+            rule=g.rule if g else "cell",
+        )
+
+
+_METHODS: dict[str, Method] = {}
+
+
+def register(method: Method) -> Method:
+    if method.name in _METHODS:
+        raise ValueError(f"method {method.name} is registered twice")
+    _METHODS[method.name] = method
+    return method
+
+
+def get_method(name: str) -> Method:
+    """Raises TracefpError with the nearest name for an unknown one."""
+    if name not in _METHODS:
+        near = difflib.get_close_matches(name, _METHODS, n=1, cutoff=0.0)
+        raise TracefpError(f"unknown method {name!r}; did you mean {near[0]!r}? known: {', '.join(_METHODS)}")
+    return _METHODS[name]
+
+
+def list_methods() -> list[Method]:
+    return list(_METHODS.values())
+
+

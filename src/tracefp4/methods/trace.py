@@ -1,0 +1,16 @@
+"""TRACE (arXiv 2610.07767): as QAT, and recorded rows are rounded to the slots the rollout picked."""
+
+from tracefp4.methods.base import Guidance, Method, register
+from tracefp4.nn import TrainerForward
+
+_GUIDED = TrainerForward(weights=True, activations=True, kv=True, guided=True)
+
+
+def _trace(name: str, description: str, layers: str, bits: float, rule: str) -> Method:
+    return register(Method(name, description, True, _GUIDED, Guidance(layers, bits, rule)))
+
+
+TRACE = _trace("trace", "guided, 1.125 bits, deeper half of the layers", "deeper-half", 1.125, "cell")
+TRACE_ALL = _trace("trace-all", "guided, 1.125 bits, all layers", "all", 1.125, "cell")
+TRACE_PAPER = _trace("trace-paper", "guided, 1.5 bits, bracket rule, deeper half", "deeper-half", 1.5, "bracket")
+TRACE_FULL = _trace("trace-full", "guided by full codes, 4.5 bits, all layers", "all", 4.5, "cell")

@@ -1,0 +1,126 @@
+"""What the trainer's modules consult in a forward: which recipe, which micro-batch, which rows.
+
+Modules never own guidance. They ask the context by (site, layer) for the armed micro-batch, any number of times, so
+that a forward repeated by gradient checkpointing sees the very same rows; and every call of the model carries the
+micro-batch's key, so that a recomputation under another micro-batch is an error and not a quiet wrong answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from tracefp4.formats import get_format
+from tracefp4.guidance import CompactGuidance, GuidanceError
+from tracefp4.nn.observe import SiteObserver
+from tracefp4.nn.rounding import fake_quantize, guided_round
+from tracefp4.recipe import QuantRecipe
+
+
+@dataclass(frozen=True)
+class TrainerForward:
+    """How much of the recipe the trainer's forward mirrors.
+
+    weights, activations, kv: fake-quantize that part as the rollout quantizes it. guided: round recorded rows to the
+    rollout's slots; else to nearest. replay: send tokens to the experts the rollout chose (R3).
+    """
+
+    weights: bool = False
+    activations: bool = False
+    kv: bool = False
+    guided: bool = False
+    replay: bool = True
+
+
+@dataclass
+class MicroBatch:
+    """Records of one padded micro-batch of B x T positions, flattened to N = B * T rows.
+
+    key: unique within a trainer. guidance: per (site, layer) a record of N rows, invalid on padding, on last tokens
+    and wherever a row is missing. experts: per layer (int64 [N, K], bool [N] valid). probe: full-width records of the
+    rows that diagnostics look at, with the row numbers int64 [n] they belong to.
+    """
+
+    key: int
+    guidance: dict[tuple[str, int], CompactGuidance] = field(default_factory=dict)
+    experts: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    probe: dict[tuple[str, int], CompactGuidance] = field(default_factory=dict)
+    probe_rows: Tensor | None = None
+
+
+class GuidanceContext:
+    """Shared by all hooked modules of one model. Disarmed, the forward rounds to nearest and replays nothing."""
+
+    def __init__(self, recipe: QuantRecipe, forward: TrainerForward) -> None:
+        self.recipe = recipe
+        self.forward = forward
+        self.observer: SiteObserver | None = None
+        self._current: MicroBatch | None = None
+
+    @property
+    def current(self) -> MicroBatch | None:
+        return self._current
+
+    @contextmanager
+    def armed(self, micro_batch: MicroBatch, observer: SiteObserver | None = None) -> Iterator[dict[str, int]]:
+        """Arms a micro-batch for its forward AND backward; yields the kwargs the model must be called with.
+
+        Raises GuidanceError when another one is armed.
+        """
+        if self._current is not None:
+            raise GuidanceError(f"micro-batch {self._current.key} is still armed; leave it before arming another")
+        self._current, self.observer = micro_batch, observer
+        try:
+            yield {"guidance_key": micro_batch.key}
+        finally:
+            self._current, self.observer = None, None
+
+    def check(self, key: int | None) -> None:
+        """Raises GuidanceError where a forward runs under another micro-batch than it was called for."""
+        armed = None if self._current is None else self._current.key
+        if key != armed:
+            raise GuidanceError(
+                f"the forward was called for micro-batch {key}, but {armed} is armed; run model and backward inside "
+                "`with context.armed(micro_batch) as kwargs` and pass the kwargs to the model"
+            )
+
+    def quantizes(self, site: str) -> bool:
+        on = self.forward.activations if site == "expert_input" else self.forward.kv
+        return on and self.recipe.site_format(site) is not None
+
+    def round_site(self, site: str, layer: int, x_NK: Tensor) -> Tensor:
+        """x [N, K] at a recorded site -> what the layer goes on with; gradient straight through."""
+        mb = self._current
+        name = self.recipe.site_format(site)
+        if name is None:
+            return x_NK
+        own = self.recipe.site_encode_scale(site)
+        guidance = mb.guidance.get((site, layer)) if mb is not None and self.forward.guided else None
+        if self.observer is not None and mb is not None and (site, layer) in mb.probe:
+            assert mb.probe_rows is not None
+            used = None if guidance is None else guidance.select(mb.probe_rows)
+            self.observer.observe(
+                site, layer, x_NK.detach()[mb.probe_rows], mb.probe[site, layer], used, own, self.recipe.rule
+            )
+        if not self.quantizes(site):
+            return x_NK
+        if guidance is None:
+            return fake_quantize(x_NK, name, own)
+        return guided_round(x_NK, guidance, self.recipe.rule, self.recipe.hash, own_encode_scale=own)
+
+    def round_activation(self, x: Tensor) -> Tensor:
+        """The unrecorded activation site (input of the down projection): nearest rounding."""
+        if not self.forward.activations or self.recipe.activations is None:
+            return x
+        return fake_quantize(x, self.recipe.activations, self.recipe.site_encode_scale("expert_input"))
+
+    @property
+    def weight_format(self) -> str | None:
+        return self.recipe.weights if self.forward.weights else None
+
+    def block_size(self, site: str) -> int:
+        name = self.recipe.site_format(site)
+        return 1 if name is None else get_format(name).block_size

@@ -1,0 +1,78 @@
+"""Quantized routed experts as a registered transformers experts implementation.
+
+Legend: N tokens, K experts per token, E experts, H hidden size, F expert width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.integrations.moe import ExpertsInterface
+
+from tracefp4.formats import get_format
+from tracefp4.nn.context import GuidanceContext
+from tracefp4.recipe import quantize_expert_weights
+
+EXPERTS_NAME = "tracefp4"
+
+
+class _SubstituteValue(torch.autograd.Function):
+    """y = value, dy/dx = 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def fake_quantized_weight(module: nn.Module, name: str, format_name: str, pow2: bool) -> Tensor:
+    """The expert weight [E, out, in] as the rollout uses it, gradient straight through.
+
+    The dequantized copy is kept on the module until the parameter changes: one quantization per optimizer step, not
+    one per micro-batch.
+    """
+    weight: Tensor = getattr(module, name)
+    cache: dict[str, tuple[int, Tensor]] = module.__dict__.setdefault("_tracefp4_weights", {})
+    held = cache.get(name)
+    if held is None or held[0] != weight._version or held[1].device != weight.device:
+        with torch.no_grad():
+            blocks = quantize_expert_weights(weight, format_name, pow2)
+            held = (weight._version, get_format(format_name).dequantize(blocks, dtype=weight.dtype))
+        cache[name] = held
+    return _SubstituteValue.apply(weight, held[1])  # type: ignore[no-any-return]
+
+
+def quantized_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Forward of an experts module; hidden_states [N, H], index int64 and weights [N, K] -> [N, H].
+
+    The input is rounded once per token, before dispatch, as the rollout does it.
+    """
+    context: GuidanceContext = self.tracefp4_context  # type: ignore[assignment]
+    gate_up_EOI, down_EOI = self.gate_up_proj, self.down_proj
+    if context.weight_format is not None:
+        pow2 = context.recipe.pow2
+        gate_up_EOI = fake_quantized_weight(self, "gate_up_proj", context.weight_format, pow2)
+        down_EOI = fake_quantized_weight(self, "down_proj", context.weight_format, pow2)
+    x = context.round_site("expert_input", self.tracefp4_layer, hidden_states)  # type: ignore[arg-type]
+    flat = top_k_index.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    token = order // top_k_index.shape[-1]
+    bounds = torch.bincount(flat, minlength=self.num_experts).cumsum(0).tolist()  # type: ignore[arg-type]
+    x_M, outputs, start = x[token], [], 0
+    for e, stop in enumerate(bounds):
+        if stop > start:
+            gate, up = F.linear(x_M[start:stop], gate_up_EOI[e]).chunk(2, dim=-1)  # type: ignore[index]
+            a = context.round_activation(self.act_fn(gate) * up)  # type: ignore[operator]
+            outputs.append(F.linear(a, down_EOI[e]))  # type: ignore[index]
+            start = stop
+    y = torch.cat(outputs) * top_k_weights.reshape(-1)[order, None].to(hidden_states.dtype)
+    return torch.zeros_like(hidden_states).index_add(0, token, y)
+
+
+ExpertsInterface.register(EXPERTS_NAME, quantized_experts)

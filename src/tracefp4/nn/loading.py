@@ -1,0 +1,28 @@
+"""Loading a policy from a local Hugging Face checkpoint directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tracefp4.errors import TracefpError
+
+
+def load_policy(path: Path, dtype: str) -> PreTrainedModel:
+    """A causal LM in ``dtype`` ("bfloat16" or "float32"), read from disk only.
+
+    Raises TracefpError where the directory is incomplete or weights are missing: transformers would fill those with
+    random numbers and only log it.
+    """
+    AutoConfig.from_pretrained(path, local_files_only=True)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        path, dtype=getattr(torch, dtype), local_files_only=True, output_loading_info=True
+    )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise TracefpError(f"checkpoint {path} lacks weight {missing[0]} ({len(missing)} missing in all)")
+    if info["mismatched_keys"]:
+        raise TracefpError(f"checkpoint {path} has weights of another shape than its config: {info['mismatched_keys'][0]}")
+    return model

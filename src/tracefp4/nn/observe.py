@@ -1,0 +1,111 @@
+"""How far apart the two paths' slots are, per site and layer, before and after guidance (diagnostics)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from tracefp4.formats import QuantizedBlocks, get_format
+from tracefp4.guidance import CompactGuidance, decode
+
+
+def slot_index(codes: Tensor) -> Tensor:
+    """Codes 0..15 -> signed slot -7..7 along the E2M1 grid (both zeros are 0)."""
+    magnitude = (codes & 7).short()
+    return torch.where(codes >= 8, -magnitude, magnitude)
+
+
+class SiteObserver:
+    """Sums over observed values, by (site, layer); ``metrics`` turns them into rates.
+
+    Rates are over values: ``code_mismatch`` counts slots that differ (the two zeros are one slot),
+    ``one_slot`` the share of those one slot apart at the same scale, ``up`` the share of them where the trainer's
+    slot is the larger. ``scale_mismatch`` is over blocks. ``d_act`` is ||Q_train - Q_roll||_F / ||Q_roll||_F.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._routing = [0, 0]
+
+    def observe(
+        self,
+        site: str,
+        layer: int,
+        x_nK: Tensor,
+        rollout: CompactGuidance,
+        used: CompactGuidance | None,
+        own_encode_scale: str | float | None,
+        rule: str,
+    ) -> None:
+        """x f32/bf16 [n, K]: the trainer's values; rollout: full-width record of the same rows; used: the compact
+        record the forward rounds by (None: nearest)."""
+        keep = rollout.valid
+        if not bool(keep.any()):
+            return
+        rows = keep.nonzero()[:, 0]
+        x, rollout = x_nK[rows], rollout.select(rows)
+        truth, _ = decode(rollout, x)
+        fmt = get_format(truth.format)
+        own = fmt.quantize(x, encode_scale=own_encode_scale)
+        after = own
+        if used is not None:
+            after, _ = decode(used.select(rows), x, rule, own_encode_scale=own_encode_scale)
+        s = self._sums[site, layer]
+        s["values"] += x.numel()
+        s["blocks"] += truth.scales.numel()
+        truth_values = fmt.dequantize(truth)
+        s["norm2"] += float(truth_values.double().pow(2).sum())
+        for when, blocks in (("before", own), ("after", after)):
+            self._compare(s, when, truth, truth_values, blocks)
+
+    @staticmethod
+    def _compare(s: dict[str, float], when: str, truth: QuantizedBlocks, truth_values: Tensor, mine: QuantizedBlocks) -> None:
+        step = slot_index(mine.unpacked_codes()) - slot_index(truth.unpacked_codes())
+        differs = step != 0
+        scale_differs = mine.scales != truth.scales
+        s[f"differ/{when}"] += float(differs.sum())
+        s[f"scale/{when}"] += float(scale_differs.sum())
+        same_scale = ~scale_differs.repeat_interleave(truth.block_size, dim=-1)
+        near = differs & same_scale
+        s[f"near/{when}"] += float(near.sum())
+        s[f"one_slot/{when}"] += float((near & (step.abs() == 1)).sum())
+        s[f"up/{when}"] += float((near & (step > 0)).sum())
+        values = get_format(mine.format).dequantize(mine)
+        s[f"d2/{when}"] += float((values - truth_values).double().pow(2).sum())
+
+    def observe_routing(self, own_NK: Tensor, replayed_NK: Tensor) -> None:
+        """Counts rows whose top-k set differs from the rollout's; int64 [n, K] each, valid rows only."""
+        same = (own_NK.sort(-1).values == replayed_NK.sort(-1).values).all(-1)
+        self._routing[0] += int((~same).sum())
+        self._routing[1] += same.numel()
+
+    def metrics(self) -> dict[str, float]:
+        """``code_mismatch/{before,after}[/site/layer]`` and the other rates; empty where nothing was observed."""
+        out: dict[str, float] = {}
+        if self._routing[1]:
+            out["router/topk_disagreement"] = self._routing[0] / self._routing[1]
+        if not self._sums:
+            return out
+        total: dict[str, float] = defaultdict(float)
+        for (site, layer), s in sorted(self._sums.items()):
+            for k, v in s.items():
+                total[k] += v
+            for name, value in self._rates(s).items():
+                out[f"{name}/{site}/layer{layer}"] = value
+        return out | self._rates(total)
+
+    @staticmethod
+    def _rates(s: dict[str, float]) -> dict[str, float]:
+        out = {}
+        for when in ("before", "after"):
+            out[f"code_mismatch/{when}"] = s[f"differ/{when}"] / s["values"]
+            out[f"scale_mismatch/{when}"] = s[f"scale/{when}"] / s["blocks"]
+            out[f"d_act/{when}"] = (s[f"d2/{when}"] / s["norm2"]) ** 0.5 if s["norm2"] else 0.0
+        if s["near/before"]:
+            out["code_mismatch/one_slot"] = s["one_slot/before"] / s["near/before"]
+            out["code_mismatch/up"] = s["up/before"] / s["near/before"]
+        return out
+
+

@@ -1,0 +1,104 @@
+"""QuantRecipe: the numeric contract that rollout and trainer share.
+
+Both paths hold the same recipe; its hash is in every record, checkpoint and run header, and a mismatch is
+refused by name. The recipe says what the *rollout* does; how much of it the trainer's forward mirrors is the
+method's choice (``tracefp4.methods``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+
+from torch import Tensor
+
+from tracefp4.formats import QuantizedBlocks, get_format
+
+ENCODE_SCALES = ("row", "row-pow2")
+GUIDED_LAYERS = ("none", "deeper-half", "all")
+RULES = ("cell", "bracket")
+
+
+@dataclass(frozen=True)
+class QuantRecipe:
+    """Frozen and hashable.
+
+    weights, activations, kv: format names (``tracefp4.formats.list_formats``) of the routed experts' weights,
+    of their inputs (gate/up and down projection) and of the KV cache; None leaves that part in the compute dtype.
+    encode_scale: "row" or "row-pow2": one scale per row of activations and one per expert of weights, as they come or
+    rounded down to a power of two (then a dequantized value is exact in BF16). kv_encode_scale: static S of K and V;
+    belongs to a policy version. num_layers: decoder layers of the model. guided_layers: 0-based layers whose
+    rows are recorded, ascending. bits: stored bits per guided value. rule: "cell" or "bracket".
+    """
+
+    num_layers: int
+    weights: str | None = None
+    activations: str | None = None
+    kv: str | None = None
+    encode_scale: str = "row"
+    kv_encode_scale: float = 1.0
+    guided_layers: tuple[int, ...] = ()
+    bits: float = 1.125
+    rule: str = "cell"
+
+    def __post_init__(self) -> None:
+        for name in {self.weights, self.activations, self.kv} - {None}:
+            get_format(name)  # raises by name
+        if self.encode_scale not in ENCODE_SCALES:
+            raise ValueError(f"encode_scale must be one of {', '.join(ENCODE_SCALES)}, got {self.encode_scale!r}")
+        if self.rule not in RULES:
+            raise ValueError(f"rule must be one of {', '.join(RULES)}, got {self.rule!r}")
+        if not self.kv_encode_scale > 0:
+            raise ValueError(f"kv_encode_scale must be > 0, got {self.kv_encode_scale}")
+        bad = [i for i in self.guided_layers if not 0 <= i < self.num_layers]
+        if bad or list(self.guided_layers) != sorted(set(self.guided_layers)):
+            raise ValueError(f"guided_layers must ascend within 0..{self.num_layers - 1}, got {self.guided_layers}")
+
+    @property
+    def quantized(self) -> bool:
+        return not (self.weights is None and self.activations is None and self.kv is None)
+
+    @property
+    def pow2(self) -> bool:
+        return self.encode_scale == "row-pow2"
+
+    @property
+    def hash(self) -> str:
+        """First 16 hex digits of the SHA-256 of the recipe as canonical JSON."""
+        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def site_format(self, site: str) -> str | None:
+        """Format name at a recorded site ("expert_input", "key" or "value")."""
+        return self.activations if site == "expert_input" else self.kv
+
+    def site_encode_scale(self, site: str) -> str | float | None:
+        """``encode_scale`` argument for ``Format.quantize`` at a recorded site; None for MX formats."""
+        name = self.site_format(site)
+        if name is None or get_format(name).scale_kind != "e4m3":
+            return None
+        return self.encode_scale if site == "expert_input" else self.kv_encode_scale
+
+
+def resolve_guided_layers(which: str, num_layers: int) -> tuple[int, ...]:
+    """"none", "all" or "deeper-half" (the floor(N/2) deepest) as layer numbers. Raises ValueError otherwise."""
+    if which not in GUIDED_LAYERS:
+        raise ValueError(f"guided layers must be one of {', '.join(GUIDED_LAYERS)}, got {which!r}")
+    count = {"none": 0, "deeper-half": num_layers // 2, "all": num_layers}[which]
+    return tuple(range(num_layers - count, num_layers))
+
+
+def quantize_expert_weights(w_EOI: Tensor, format_name: str, pow2: bool = False) -> QuantizedBlocks:
+    """Quantizes stacked expert weights [E, out, in] along ``in``, with one encode scale per expert.
+
+    Rollout and trainer both call this on the same BF16 values, so at the same policy version they agree bit for
+    bit. Gate and up lie stacked in ``out`` and thus share the expert's scale. Raises FormatError where ``in`` is
+    no multiple of the block. pow2: round the expert's scale down to a power of two.
+    """
+    fmt = get_format(format_name)
+    if fmt.scale_kind != "e4m3":
+        return fmt.quantize(w_EOI)
+    scale_E1 = fmt.resolve_encode_scale(w_EOI.flatten(1), "row-pow2" if pow2 else "row")
+    assert scale_E1 is not None
+    return fmt.quantize(w_EOI, encode_scale=scale_E1[:, :, None])

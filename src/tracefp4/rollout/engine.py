@@ -1,0 +1,275 @@
+"""The rollout engine: continuous batching over a paged cache, in FP32, BF16 or FP4, recording guidance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from tracefp4.config import StrictModel
+from tracefp4.errors import TracefpError
+from tracefp4.guidance.recorder import SlotRecorder
+from tracefp4.guidance.store import GuidanceStore, MemoryStore
+from tracefp4.recipe import QuantRecipe
+from tracefp4.rollout.block_manager import BlockManager
+from tracefp4.rollout.kv_pool import make_kv_pool
+from tracefp4.rollout.model import Captured, ModelShape, RolloutModel, StepInput
+from tracefp4.rollout.sampler import sample
+from tracefp4.rollout.scheduler import Scheduled, Scheduler
+from tracefp4.rollout.sequence import Sequence
+from tracefp4.types import GuidanceHandle, Request, Trajectory
+
+
+class RolloutConfig(StrictModel):
+    """Sizes of the engine.
+
+    dtype: compute dtype of everything that is not FP4. max_num_seqs: sequences decoded together.
+    max_tokens_per_step: prefill rows per step; longer prompts are chunked. page_size: slots of a cache page.
+    num_pages: cache pages; 0 sizes the cache so that max_num_seqs sequences of max_model_len fit.
+    max_model_len: prompt plus response tokens of one sequence.
+    """
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    max_num_seqs: int = Field(128, ge=1)
+    max_tokens_per_step: int = Field(4096, ge=1)
+    page_size: int = Field(16, ge=1)
+    num_pages: int = Field(0, ge=0)
+    max_model_len: int = Field(256, ge=2)
+
+
+class RolloutEngine:
+    """Turns requests into trajectories. ``step`` is the whole engine: schedule, run, record, sample.
+
+    hf_config: a transformers config (its sizes are read, none of its code runs). recipe: what is quantized and
+    what is recorded. store: where records go; a MemoryStore by default. Weights arrive by ``update_weights``.
+    """
+
+    def __init__(
+        self,
+        hf_config: Any,
+        recipe: QuantRecipe,
+        config: RolloutConfig | None = None,
+        store: GuidanceStore | None = None,
+        device: str = "cpu",
+    ) -> None:
+        self.config = config or RolloutConfig()
+        self.recipe = recipe
+        self.store: GuidanceStore = MemoryStore() if store is None else store
+        self.device = device
+        self.shape = ModelShape.from_hf(hf_config)
+        if recipe.num_layers != self.shape.layers:
+            raise TracefpError(f"the recipe is for {recipe.num_layers} layers, the checkpoint has {self.shape.layers}")
+        if self.config.max_model_len > self.shape.max_positions:
+            raise TracefpError(
+                f"rollout.max_model_len {self.config.max_model_len} exceeds the checkpoint's "
+                f"max_position_embeddings {self.shape.max_positions}"
+            )
+        self.model = RolloutModel(self.shape, recipe, getattr(torch, self.config.dtype), device)
+        self._version = -1
+        c = self.config
+        per_seq = -(-c.max_model_len // c.page_size)
+        self.blocks = BlockManager(c.num_pages or c.max_num_seqs * per_seq, c.page_size)
+        self.scheduler = Scheduler(self.blocks, c.max_num_seqs, c.max_tokens_per_step)
+        slots = self.blocks.num_pages * c.page_size
+        kv_scale = recipe.site_encode_scale("key")
+        self.pool = make_kv_pool(
+            self.shape.layers,
+            slots,
+            self.shape.kv_heads,
+            self.shape.head_dim,
+            self.model.dtype,
+            recipe.kv,
+            float(kv_scale) if kv_scale is not None else None,
+            device,
+        )
+        self._make_recorders(slots)
+        self._by_id: dict[str, Sequence] = {}
+        self._finished: list[Trajectory] = []
+        self.tokens_sampled = 0
+
+    def _make_recorders(self, slots: int) -> None:
+        s = self.shape
+        kv_width = s.kv_heads * s.head_dim
+        widths = {"expert_input": s.hidden, "key": kv_width, "value": kv_width}
+        self.recorder: SlotRecorder | None = None
+        self.probe: SlotRecorder | None = None
+        if self.recipe.guided_layers:
+            self.recorder = SlotRecorder(
+                self.recipe, self.recipe.guided_layers, self.recipe.bits, slots, widths, self.device
+            )
+        if self.recipe.activations or self.recipe.kv:
+            names = {self.recipe.activations, self.recipe.kv} - {None}
+            full = 4.25 if all(str(n).startswith("mx") for n in names) else 4.5
+            self.probe = SlotRecorder(self.recipe, range(s.layers), full, slots, widths, self.device)
+        self._experts = torch.zeros(
+            slots, s.layers - len(s.dense_layers), s.experts_per_token, dtype=torch.int16, device=self.device
+        )
+
+    # -- weights ----------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights in use; -1 before the first update."""
+        return self._version
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replaces all weights between steps; running sequences go on under the new ones, their rows marked so.
+
+        Raises TracefpError and keeps the old weights where a tensor is missing, misshapen or not finite, or where
+        the version does not rise.
+        """
+        if version <= self._version:
+            raise TracefpError(f"policy version must rise: the engine holds {self._version}, the update is {version}")
+        self.model.load(weights)
+        self._version = version
+
+    # -- requests ---------------------------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        """Queues a request. Raises TracefpError naming the limit where it can never run."""
+        c, total = self.config, len(request.prompt_ids) + request.sampling.max_new_tokens
+        if request.request_id in self._by_id:
+            raise TracefpError(f"request id {request.request_id} is already in the engine")
+        if not request.prompt_ids:
+            raise TracefpError(f"request {request.request_id} has an empty prompt")
+        if not all(0 <= t < self.shape.vocab for t in request.prompt_ids):
+            raise TracefpError(f"request {request.request_id} has a token id outside 0..{self.shape.vocab - 1}")
+        if total > c.max_model_len:
+            raise TracefpError(
+                f"request {request.request_id}: {len(request.prompt_ids)} prompt tokens + "
+                f"{request.sampling.max_new_tokens} new exceed rollout.max_model_len {c.max_model_len}"
+            )
+        if self.blocks.pages_for(total) > self.blocks.num_pages:
+            raise TracefpError(
+                f"request {request.request_id} needs {self.blocks.pages_for(total)} cache pages of {c.page_size}, "
+                f"the engine has {self.blocks.num_pages}; raise rollout.num_pages"
+            )
+        seq = Sequence(request)
+        self._by_id[request.request_id] = seq
+        self.scheduler.add(seq)
+
+    def abort(self, request_id: str) -> Trajectory:
+        """Ends a request now and returns what it has, rows and record included (flushed before its pages go)."""
+        if request_id not in self._by_id:
+            raise TracefpError(f"request id {request_id} is not in the engine")
+        seq = self._by_id[request_id]
+        seq.finish_reason = "abort"
+        return self._finish(seq)
+
+    # -- the step ---------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Trajectory]:
+        """One step of the engine; returns the trajectories that ended in it."""
+        if self._version < 0:
+            raise TracefpError("the engine has no weights yet; call update_weights first")
+        batch = self.scheduler.schedule()
+        if not batch:
+            return []
+        step = self._prepare(batch)
+        logits, captured = self.model.forward(step, self.pool)
+        self._record(batch, step, captured)
+        return self._sample(batch, logits)
+
+    def generate(self, requests: Seq[Request], progress: Callable[[int], None] | None = None) -> list[Trajectory]:
+        """Runs requests to their end; the result has their order. progress(n) is told of n finished ones."""
+        for r in requests:
+            self.add_request(r)
+        done: dict[str, Trajectory] = {}
+        while len(done) < len(requests):
+            ended = self.step()
+            done.update((t.request_id, t) for t in ended)
+            if progress and ended:
+                progress(len(ended))
+        return [done[r.request_id] for r in requests]
+
+    def _prepare(self, batch: list[Scheduled]) -> StepInput:
+        """Flattens the scheduled rows into tensors."""
+        size, device = self.config.page_size, self.device
+        lengths = torch.tensor([s.stop - s.start for s in batch])
+        starts = torch.tensor([s.start for s in batch])
+        B, Q, T = len(batch), int(lengths.max()), max(s.stop for s in batch)
+        tokens = [t for s in batch for t in s.seq.tokens[s.start : s.stop]]
+        offset = lengths.cumsum(0) - lengths
+        query = torch.arange(Q)
+        pad_index = torch.where(query < lengths[:, None], offset[:, None] + query, -1)
+        positions = torch.cat([torch.arange(s.start, s.stop) for s in batch]) if Q > 1 else starts
+        pages = max(len(s.seq.block_table) for s in batch)
+        tables = torch.tensor([s.seq.block_table + [0] * (pages - len(s.seq.block_table)) for s in batch])
+        at = torch.arange(T)
+        context = tables[:, at // size] * size + at % size
+        sequence = torch.repeat_interleave(torch.arange(B), lengths)
+        last = torch.tensor([int(o + n) - 1 for s, o, n in zip(batch, offset, lengths, strict=True) if s.samples])
+        moved = (
+            torch.tensor(tokens),
+            positions,
+            context[sequence, positions],
+            pad_index,
+            context,
+            last.long(),
+        )
+        return StepInput(*(x.to(device) for x in moved))
+
+    def _record(self, batch: list[Scheduled], step: StepInput, captured: Captured) -> None:
+        """Writes the step's rows to the slot buffers and advances the sequences."""
+        if self.recorder is not None:
+            self.recorder.write(step.slots, captured.blocks)
+        if self.probe is not None and any(s.seq.request.probe for s in batch):
+            flags = [s.seq.request.probe for s in batch for _ in range(s.stop - s.start)]
+            rows = torch.tensor(flags, device=self.device).nonzero()[:, 0]
+            self.probe.write(step.slots[rows], captured.blocks, rows)
+        if captured.experts is not None:
+            self._experts.index_copy_(0, step.slots, captured.experts)
+        for s in batch:
+            s.seq.num_computed = s.stop
+            s.seq.row_versions.extend([self._version] * (s.stop - s.start))
+
+    def _sample(self, batch: list[Scheduled], logits: Tensor) -> list[Trajectory]:
+        seqs = [s.seq for s in batch if s.samples]
+        if not seqs:
+            return []
+        positions = torch.tensor([len(s.tokens) for s in seqs], device=logits.device)
+        ids, logprobs = sample(logits, [s.request.sampling for s in seqs], positions)
+        for seq, token, logprob in zip(seqs, ids.tolist(), logprobs.tolist(), strict=True):
+            seq.append(token, logprob, self._version)
+        self.tokens_sampled += len(seqs)
+        return [self._finish(s) for s in seqs if s.finish_reason]
+
+    def _finish(self, seq: Sequence) -> Trajectory:
+        """Gathers the record, then releases the pages."""
+        # A sampled token that was never forwarded has no row; an aborted sequence may lack more.
+        rows = seq.num_computed
+        if seq.finish_reason != "abort" and rows != len(seq.tokens) - 1:
+            raise AssertionError(f"{seq.request.request_id}: {rows} rows for {len(seq.tokens)} tokens")
+        slots = torch.tensor(self.blocks.slots(seq, 0, rows), dtype=torch.int64, device=self.device)
+        row_versions = torch.tensor(seq.row_versions, dtype=torch.int32)
+        experts = self._experts[slots].cpu() if self._experts.shape[1] else None
+        trajectory = Trajectory(
+            request_id=seq.request.request_id,
+            prompt_ids=tuple(seq.request.prompt_ids),
+            response_ids=seq.response,
+            logprobs=torch.tensor(seq.logprobs),
+            versions=torch.tensor(seq.versions, dtype=torch.int32),
+            row_versions=row_versions,
+            routed_experts=experts,
+            finish_reason=seq.finish_reason or "abort",
+            guidance=self._store(seq, self.recorder, slots, row_versions, seq.request.request_id),
+            probe=self._store(seq, self.probe, slots, row_versions, f"{seq.request.request_id}/probe")
+            if seq.request.probe
+            else None,
+        )
+        self.scheduler.finish(seq, trajectory.finish_reason)
+        del self._by_id[seq.request.request_id]
+        return trajectory
+
+    def _store(
+        self, seq: Sequence, recorder: SlotRecorder | None, slots: Tensor, versions: Tensor, sample_id: str
+    ) -> GuidanceHandle | None:
+        if recorder is None:
+            return None
+        tokens = torch.tensor(seq.tokens[: len(slots)], dtype=torch.int32)
+        valid = torch.arange(len(slots)) >= seq.num_recomputed
+        return self.store.put(sample_id, recorder.gather(slots, tokens, versions, valid))

@@ -1,0 +1,67 @@
+"""From logits to tokens, reproducibly for each request whatever else is in the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tracefp4.types import SamplingParams
+
+_GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+
+
+def _shift_right(z: Tensor, n: int) -> Tensor:
+    """Logical shift of int64 (torch shifts arithmetically)."""
+    return (z >> n) & ((1 << (64 - n)) - 1)
+
+
+def counter_uniform(seeds: Tensor, counters: Tensor) -> Tensor:
+    """f64 in [0, 1), a pure function of (seed, counter), both int64 of one shape.
+
+    Two rounds of the splitmix64 finalizer (Steele et al. 2014); 53 bits. A token thus depends on its request's
+    seed and its position alone: neither on batch composition nor on preemption.
+    """
+    z = counters
+    for key in (seeds, seeds * _GOLDEN):
+        z = z * _GOLDEN + key
+        z = (z ^ _shift_right(z, 30)) * -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
+        z = (z ^ _shift_right(z, 27)) * -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
+        z = z ^ _shift_right(z, 31)
+    return _shift_right(z, 11).double() * 2.0**-53
+
+
+def sample(logits_BV: Tensor, params: Sequence[SamplingParams], positions: Tensor) -> tuple[Tensor, Tensor]:
+    """One token per row: (ids int64 [B], log-probs f32 [B]).
+
+    positions int64 [B]: absolute position that the new token takes. The log-prob is taken under the
+    temperature-scaled distribution before top-p (greedy: temperature 1). Raises FloatingPointError when a row has
+    a NaN or no finite logit: sampling on would only hide a broken forward.
+    """
+    logits = logits_BV.float()
+    if not bool(torch.isfinite(logits).any(-1).all()) or bool(torch.isnan(logits).any()):
+        raise FloatingPointError("the rollout's logits are not finite; check the weights of the last update")
+    temperature = torch.tensor([p.temperature or 1.0 for p in params], device=logits.device)
+    logprobs = torch.log_softmax(logits / temperature[:, None], dim=-1)
+    probs = logprobs.double().exp()
+    if any(p.top_p < 1 for p in params):
+        probs = _nucleus(probs, torch.tensor([p.top_p for p in params], device=logits.device))
+    seeds = torch.tensor([p.seed for p in params], dtype=torch.int64, device=logits.device)
+    cdf = probs.cumsum(-1)
+    u = counter_uniform(seeds, positions) * cdf[:, -1]
+    drawn = torch.searchsorted(cdf, u[:, None], right=True)[:, 0]
+    # u < cdf[-1] up to rounding; the last token with any mass bounds the index.
+    last = probs.shape[-1] - 1 - (probs.flip(-1) > 0).int().argmax(-1)
+    drawn = torch.minimum(drawn, last)
+    greedy = torch.tensor([p.temperature == 0 for p in params], device=logits.device)
+    ids = torch.where(greedy, logits.argmax(-1), drawn)
+    return ids, logprobs.gather(-1, ids[:, None])[:, 0]
+
+
+def _nucleus(probs_BV: Tensor, top_p_B: Tensor) -> Tensor:
+    """Keeps the smallest set of likeliest tokens whose mass reaches top_p (at least one)."""
+    ordered, index = probs_BV.sort(dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(-1) - ordered
+    kept = torch.where(before < top_p_B[:, None], ordered, 0.0)
+    return torch.zeros_like(probs_BV).scatter(-1, index, kept)

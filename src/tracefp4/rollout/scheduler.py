@@ -1,0 +1,103 @@
+"""Which rows run in the next step."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from tracefp4.rollout.block_manager import BlockManager
+from tracefp4.rollout.sequence import Sequence, Status
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """Rows [start, stop) of one sequence. samples: whether the last of them predicts a token still unknown."""
+
+    seq: Sequence
+    start: int
+    stop: int
+
+    @property
+    def samples(self) -> bool:
+        return self.stop == len(self.seq.tokens)
+
+
+class Scheduler:
+    """Continuous batching. A step is either a prefill of waiting prompts (chunked to the token budget) or one
+    decode row of every running sequence; prefill goes first, so that finished sequences are replaced at once."""
+
+    def __init__(self, blocks: BlockManager, max_num_seqs: int, max_tokens_per_step: int) -> None:
+        self.blocks = blocks
+        self.max_num_seqs = max_num_seqs
+        self.max_tokens_per_step = max_tokens_per_step
+        self.waiting: deque[Sequence] = deque()
+        self.running: deque[Sequence] = deque()
+        self.num_preemptions = 0
+
+    def add(self, seq: Sequence) -> None:
+        self.waiting.append(seq)
+
+    @property
+    def unfinished(self) -> int:
+        return len(self.waiting) + len(self.running)
+
+    def schedule(self) -> list[Scheduled]:
+        return self._schedule_prefill() or self._schedule_decode()
+
+    def _schedule_prefill(self) -> list[Scheduled]:
+        batch: list[Scheduled] = []
+        budget = self.max_tokens_per_step
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            seq = self.waiting[0]
+            stop = min(len(seq.tokens), seq.num_computed + budget)
+            # One page beyond the known tokens, so that admission does not preempt a running sequence next step.
+            reserve = len(seq.tokens) + (1 if self.running else 0)
+            if not self.blocks.can_grow(seq, reserve):
+                break
+            # All pages of the prompt at once: a half-prefilled prompt that waits for pages could block everyone.
+            self.blocks.grow(seq, len(seq.tokens))
+            batch.append(Scheduled(seq, seq.num_computed, stop))
+            budget -= stop - seq.num_computed
+            if stop == len(seq.tokens):
+                self.waiting.popleft()
+                seq.status = Status.RUNNING
+                self.running.append(seq)
+            else:
+                break  # the budget ended inside this prompt; it goes on in the next step
+        return batch
+
+    def _schedule_decode(self) -> list[Scheduled]:
+        batch: list[Scheduled] = []
+        pending = deque(self.running)
+        while pending:
+            seq = pending.popleft()
+            while not self.blocks.can_grow(seq, len(seq.tokens)):
+                victim = pending.pop() if pending else seq
+                self._preempt(victim)
+                if victim is seq:
+                    break
+            if seq.status is Status.RUNNING:
+                self.blocks.grow(seq, len(seq.tokens))
+                batch.append(Scheduled(seq, seq.num_computed, len(seq.tokens)))
+        return batch
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Takes the pages away; all rows are computed again later, and are marked so."""
+        self.num_preemptions += 1
+        seq.num_recomputed = max(seq.num_recomputed, seq.num_computed)
+        seq.num_computed = 0
+        seq.row_versions.clear()
+        self.blocks.release(seq)
+        seq.status = Status.WAITING
+        self.running.remove(seq)
+        # Next in line, but never before a half-prefilled prompt, which holds pages and must get out first.
+        self.waiting.insert(1 if self.waiting and self.waiting[0].num_computed else 0, seq)
+
+    def finish(self, seq: Sequence, reason: str) -> None:
+        seq.finish_reason = reason
+        if seq.status is Status.RUNNING:
+            self.running.remove(seq)
+        elif seq.status is Status.WAITING:
+            self.waiting.remove(seq)
+        seq.status = Status.FINISHED
+        self.blocks.release(seq)

@@ -1,0 +1,24 @@
+"""Verifiable tasks: prompts, verifiers, and the tokenizer they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tracefp4.tasks.base import Prompt, Task, TaskConfig, nearest_name_hint
+from tracefp4.tasks.running_sums import RunningSums
+from tracefp4.tasks.tokenizer import build_tokenizer
+
+__all__ = ["TASKS", "Prompt", "Task", "TaskConfig", "build_tokenizer", "make_task"]
+
+TASKS: dict[str, Callable[[TaskConfig], Task]] = {"running_sums": RunningSums}
+
+
+def make_task(config: TaskConfig) -> Task:
+    """The task that ``config.name`` names.
+
+    Raises:
+        ValueError: no task has that name; the message holds the nearest one that exists.
+    """
+    if config.name not in TASKS:
+        raise ValueError(f"unknown task {config.name!r}: {nearest_name_hint(config.name, list(TASKS))}")
+    return TASKS[config.name](config)

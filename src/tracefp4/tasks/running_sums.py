@@ -1,0 +1,136 @@
+"""Chains of sums written out step by step; problems and scores come from reasoning-gym's ``chain_sum``.
+
+Prompt ``14+27-5=``, response ``14+27=41;41-5=36;#36``. Only what follows the last ``#`` is scored.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property
+from random import Random
+from typing import Any
+
+from tracefp4.tasks.base import Prompt, TaskConfig
+from tracefp4.tasks.tokenizer import EOS_TOKEN, FREE_LETTERS
+
+# chain_sum derives item i from Random(seed + i), so a split is an interval of the seed line. The test pool
+# lies near 0; training step s of task seed t lies in its own window above 2**64 that no other step touches.
+TEST_SEED = 20_260_000
+TEST_POOL = 4096
+STEP_WINDOW = 2**20
+MAX_STEP = 2**31
+MAX_TRAIN_PROMPTS = 2**16
+# Steps from here up are for the warm start: RL with the same task seed counts from 0 and never meets them.
+WARMSTART_FIRST_STEP = 2**30
+
+_TERM = re.compile(r"[+-]?\d+")
+
+
+class RunningSums:
+    """The task ``running_sums``; see ``tracefp4.tasks.base.Task`` for the contract of each method."""
+
+    def __init__(self, config: TaskConfig) -> None:
+        self.config = config
+        self._scorer = self._dataset(TEST_SEED, TEST_POOL)
+
+    def train_prompts(self, step: int, n: int) -> list[Prompt]:
+        """``n`` problems with distinct expressions, none in the test pool; deterministic in (seed, step).
+
+        Raises:
+            ValueError: ``step`` or ``n`` is out of range, or the config admits too few distinct expressions.
+        """
+        if not 0 <= step < MAX_STEP:
+            raise ValueError(f"step must lie in [0, {MAX_STEP}), got {step}")
+        if not 1 <= n <= MAX_TRAIN_PROMPTS:
+            raise ValueError(f"n must lie in [1, {MAX_TRAIN_PROMPTS}], got {n}")
+        first_seed = 2**64 + self.config.seed * MAX_STEP * STEP_WINDOW + step * STEP_WINDOW
+        # The stride bounds the search: a config with few expressions fails fast instead of spinning.
+        candidates = min(STEP_WINDOW, 64 * n + 1024)
+        prompts = self._distinct(f"train-{step}", first_seed, candidates, n, self._test_expressions)
+        if len(prompts) < n:
+            raise ValueError(
+                f"this task config gives only {len(prompts)} distinct training problems, {n} were asked for; "
+                "raise max_terms or max_digits"
+            )
+        return prompts
+
+    def test_prompts(self, n: int) -> list[Prompt]:
+        """The first ``n`` of the held-out pool (at most 4096 problems), independent of the seed.
+
+        Raises:
+            ValueError: ``n`` is below 1 or above the pool's size.
+        """
+        if not 1 <= n <= len(self._test_pool):
+            raise ValueError(f"n must lie in [1, {len(self._test_pool)}], the held-out pool; got {n}")
+        return self._test_pool[:n]
+
+    def score(self, prompt: Prompt, response_text: str) -> float:
+        """1.0 iff reasoning-gym gives full marks to what follows the last ``#``, else 0.0.
+
+        Text after the end-of-sequence token is ignored. Reasoning-gym tolerates a sign, leading zeros and
+        trailing decimals: ``#036`` and ``#+36`` both answer 36.
+        """
+        written = response_text.split(EOS_TOKEN, 1)[0]
+        _, marker, answer = written.rpartition("#")
+        if not marker:
+            return 0.0
+        full = self._scorer.score_answer(answer, entry={"answer": prompt.answer}) == 1.0
+        return 1.0 if full else 0.0
+
+    def solution(self, prompt: Prompt) -> str:
+        """The running sums of the expression, then ``#`` and the answer; no end-of-sequence token.
+
+        With ``free_letters`` > 0 each step opens with a letter drawn from the first so many of a to h. The
+        letter means nothing: it is entropy that a policy can learn but never learn away.
+        """
+        terms = _TERM.findall(prompt.text)
+        alphabet = FREE_LETTERS[: self.config.free_letters]
+        letters = Random(prompt.text)  # seeded by the text, so that the function stays pure
+        total, steps = int(terms[0]), []
+        for term in terms[1:]:
+            after = total + int(term)
+            letter = letters.choice(alphabet) if alphabet else ""
+            steps.append(f"{letter}{total}{term}={after};")
+            total = after
+        return "".join(steps) + f"#{total}"
+
+    @cached_property
+    def _test_pool(self) -> list[Prompt]:
+        return self._distinct("test", TEST_SEED, 4 * TEST_POOL, TEST_POOL, frozenset())
+
+    @cached_property
+    def _test_expressions(self) -> frozenset[str]:
+        return frozenset(prompt.text for prompt in self._test_pool)
+
+    def _distinct(
+        self, prefix: str, first_seed: int, candidates: int, n: int, excluded: frozenset[str]
+    ) -> list[Prompt]:
+        """Up to ``n`` prompts out of ``candidates`` items in a row, skipping repeats and ``excluded``."""
+        dataset = self._dataset(first_seed, candidates)
+        prompts: list[Prompt] = []
+        seen: set[str] = set()
+        for index in range(candidates):
+            if len(prompts) == n:
+                break
+            item = dataset[index]
+            text = item["metadata"]["expression"].replace(" ", "") + "="
+            if text in seen or text in excluded:
+                continue
+            seen.add(text)
+            prompts.append(Prompt(f"{prefix}-{len(prompts)}", text, item["answer"], item["metadata"]))
+        return prompts
+
+    def _dataset(self, seed: int, size: int) -> Any:
+        # Imported here: reasoning-gym takes over a second, and a command line's help should not wait.
+        from reasoning_gym.arithmetic.chain_sum import ChainSumConfig, ChainSumDataset
+
+        return ChainSumDataset(
+            ChainSumConfig(
+                min_terms=self.config.min_terms,
+                max_terms=self.config.max_terms,
+                min_digits=self.config.min_digits,
+                max_digits=self.config.max_digits,
+                seed=seed,
+                size=size,
+            )
+        )

@@ -1,0 +1,60 @@
+"""AdamW on FP32 master weights beside a model in the compute dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class MasterOptimizer:
+    """The model computes in its own dtype; gradients are summed and weights updated in FP32.
+
+    A BF16 weight alone would swallow updates below 1/256 of its size, which is most of them at RL learning rates.
+    Where the model is FP32 the masters are its own parameters.
+    """
+
+    def __init__(
+        self, model: nn.Module, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, grad_clip: float
+    ) -> None:
+        self.params = [p for p in model.parameters() if p.requires_grad]
+        self.masters = [p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for p in self.params]
+        self.grad_clip = grad_clip
+        decay = [m for m in self.masters if m.ndim >= 2]
+        no_decay = [m for m in self.masters if m.ndim < 2]
+        groups = [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
+        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, foreach=True)
+
+    def accumulate(self) -> None:
+        """Adds the model's gradients to the masters' and clears the former; call after each backward."""
+        for p, m in zip(self.params, self.masters, strict=True):
+            if p is m or p.grad is None:
+                continue
+            if m.grad is None:
+                m.grad = p.grad.float()
+            else:
+                m.grad += p.grad
+            p.grad = None
+
+    def step(self, lr: float) -> float:
+        """Clips, updates, writes the weights back; returns the gradient norm before clipping.
+
+        Raises FloatingPointError and leaves all weights as they were when the norm is not finite.
+        """
+        norm = float(nn.utils.clip_grad_norm_(self.masters, self.grad_clip))
+        if not torch.isfinite(torch.tensor(norm)):
+            self.adamw.zero_grad(set_to_none=True)
+            raise FloatingPointError(f"gradient norm is {norm}; the update was not applied")
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for p, m in zip(self.params, self.masters, strict=True):
+                if p is not m:
+                    p.copy_(m)
+        return norm
+
+    def master_weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """FP32 weights by parameter name."""
+        by_param = {id(p): m.detach() for p, m in zip(self.params, self.masters, strict=True)}
+        return {name: by_param[id(p)] for name, p in model.named_parameters() if id(p) in by_param}

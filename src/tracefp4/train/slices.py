@@ -1,0 +1,191 @@
+"""From stored records to the rows of a padded micro-batch.
+
+Legend: B trajectories, T padded length, N = B * T flattened positions, G guided layers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tracefp4.formats import get_format
+from tracefp4.guidance import CompactGuidance, GuidanceError, GuidanceHeader
+from tracefp4.guidance.schema import row_bytes
+from tracefp4.guidance.store import GuidanceStore, TrajectoryGuidance
+from tracefp4.nn import MicroBatch
+from tracefp4.recipe import QuantRecipe
+from tracefp4.types import GuidanceHandle, TrainBatch, Trajectory
+
+
+@dataclass
+class RowCounts:
+    """Rows of a step: all that were forwarded, those guided, and the others by reason."""
+
+    total: int = 0
+    guided: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    def metrics(self) -> dict[str, float]:
+        out = {"guidance/rows": float(self.total), "guidance/guided_rows": float(self.guided)}
+        out["guidance/guided_share"] = self.guided / self.total if self.total else 0.0
+        for reason in ("missing", "checksum", "recipe", "rows", "token", "stale", "invalid"):
+            out[f"guidance/fallback/{reason}"] = float(self.reasons[reason])
+        return out
+
+
+def usable_rows(
+    record: TrajectoryGuidance, trajectory: Trajectory, version: int, max_version_diff: int, counts: RowCounts
+) -> Tensor:
+    """bool [rows]: rows that may guide; the others are counted by the first reason that rules them out."""
+    tokens = torch.tensor(trajectory.token_ids[: record.rows], dtype=torch.int32)
+    same_token = record.token_ids == tokens
+    fresh = version - record.versions <= max_version_diff
+    counts.reasons["token"] += int((~same_token).sum())
+    counts.reasons["stale"] += int((same_token & ~fresh).sum())
+    counts.reasons["invalid"] += int((same_token & fresh & ~record.valid).sum())
+    return same_token & fresh & record.valid
+
+
+def fetch(
+    store: GuidanceStore, handle: GuidanceHandle | None, trajectory: Trajectory, recipe: QuantRecipe, counts: RowCounts
+) -> TrajectoryGuidance | None:
+    """The record of a trajectory, or None with its rows counted by reason. Never waits, never guesses."""
+    rows = trajectory.num_rows
+    if handle is None:
+        counts.reasons["missing"] += rows
+        return None
+    try:
+        record = store.get(handle)
+    except GuidanceError as error:
+        reason = str(error).partition(":")[0]
+        counts.reasons[reason if reason in ("missing", "checksum", "recipe", "rows") else "missing"] += rows
+        return None
+    if record.rows != rows:
+        counts.reasons["rows"] += rows
+        return None
+    if record.recipe_hash != recipe.hash:
+        raise GuidanceError(
+            f"guidance of {trajectory.request_id} was recorded under recipe {record.recipe_hash}, the trainer holds "
+            f"{recipe.hash}; start rollout and trainer from the same recipe"
+        )
+    return record
+
+
+def assemble(
+    records: Sequence[TrajectoryGuidance | None],
+    usable: Sequence[Tensor | None],
+    recipe: QuantRecipe,
+    bits: float,
+    layers: Sequence[int],
+    widths: dict[str, int],
+    T: int,
+) -> dict[tuple[str, int], CompactGuidance]:
+    """Records of B trajectories laid out as one record of B * T rows per site and layer; gaps are invalid."""
+    B = len(records)
+    valid = torch.zeros(B, T, dtype=torch.bool)
+    for b, mask in enumerate(usable):
+        if mask is not None:
+            valid[b, : len(mask)] = mask
+    out: dict[tuple[str, int], CompactGuidance] = {}
+    for site, width in widths.items():
+        name = recipe.site_format(site)
+        if name is None:
+            continue
+        payload = torch.zeros(len(layers), B, T, row_bytes(name, bits, width), dtype=torch.uint8)
+        kind = recipe.site_encode_scale(site)
+        scale = torch.ones(len(layers), B, T, 1) if isinstance(kind, str) else None
+        for b, record in enumerate(records):
+            if record is None:
+                continue
+            data = record.sites[site]
+            payload[:, b, : record.rows] = data.payload
+            if scale is not None:
+                assert data.encode_scale is not None
+                scale[:, b, : record.rows, 0] = data.encode_scale
+        static = torch.tensor(float(kind)) if isinstance(kind, (int, float)) else None
+        header = GuidanceHeader(recipe.hash, name, bits, (B * T, width), get_format(name).block_size)
+        for i, layer in enumerate(layers):
+            row_scale = static if scale is None else scale[i].view(B * T, 1)
+            out[site, layer] = CompactGuidance(header, payload[i].view(B * T, -1), row_scale, valid.view(-1))
+    return out
+
+
+
+def replayed_experts(
+    batch: TrainBatch, moe_layers: Sequence[int], experts_per_token: int
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """Per layer the rollout's experts, (int64 [N, K], bool [N] valid); padding and last tokens are invalid."""
+    B, T = batch.input_ids.shape
+    experts = torch.zeros(B, T, len(moe_layers), experts_per_token, dtype=torch.int64)
+    valid = torch.zeros(B, T, dtype=torch.bool)
+    for b, t in enumerate(batch.trajectories):
+        if t.routed_experts is None:
+            continue
+        n = t.num_rows
+        if tuple(t.routed_experts.shape) != (n, len(moe_layers), experts_per_token):
+            raise GuidanceError(
+                f"routed experts of {t.request_id} have shape {tuple(t.routed_experts.shape)}, "
+                f"expected {(n, len(moe_layers), experts_per_token)}"
+            )
+        experts[b, :n] = t.routed_experts.long()
+        valid[b, :n] = True
+    flat = valid.view(-1)
+    return {layer: (experts[:, :, i].reshape(B * T, -1), flat) for i, layer in enumerate(moe_layers)}
+
+
+class MicroBatchBuilder:
+    """Builds the MicroBatch of a TrainBatch from the store, counting every row that cannot be guided."""
+
+    def __init__(
+        self,
+        store: GuidanceStore,
+        recipe: QuantRecipe,
+        guided: bool,
+        widths: dict[str, int],
+        moe_layers: Sequence[int],
+        experts_per_token: int,
+        max_version_diff: int,
+    ) -> None:
+        self.store, self.recipe, self.guided, self.widths = store, recipe, guided, widths
+        self.moe_layers, self.experts_per_token = tuple(moe_layers), experts_per_token
+        self.max_version_diff = max_version_diff
+        self._key = 0
+
+    def build(self, batch: TrainBatch, version: int, counts: RowCounts) -> MicroBatch:
+        """version: the trainer's policy version before this step's updates; rows recorded under versions older than
+        it by more than max_version_diff fall back."""
+        self._key += 1
+        mb = MicroBatch(self._key, experts=replayed_experts(batch, self.moe_layers, self.experts_per_token))
+        T = batch.input_ids.shape[1]
+        if self.guided and self.recipe.guided_layers:
+            records = [fetch(self.store, t.guidance, t, self.recipe, counts) for t in batch.trajectories]
+            usable = [
+                None if r is None else usable_rows(r, t, version, self.max_version_diff, counts)
+                for r, t in zip(records, batch.trajectories, strict=True)
+            ]
+            counts.total += sum(t.num_rows for t in batch.trajectories)
+            counts.guided += sum(int(m.sum()) for m in usable if m is not None)
+            layers = self.recipe.guided_layers
+            mb.guidance = assemble(records, usable, self.recipe, self.recipe.bits, layers, self.widths, T)
+        self._add_probe(mb, batch, T)
+        return mb
+
+    def _add_probe(self, mb: MicroBatch, batch: TrainBatch, T: int) -> None:
+        """Full-width records of the trajectories that carry one, restricted to their rows."""
+        ignored = RowCounts()
+        records = [
+            fetch(self.store, t.probe, t, self.recipe, ignored) if t.probe is not None else None
+            for t in batch.trajectories
+        ]
+        first = next((r for r in records if r is not None), None)
+        if first is None:
+            return
+        usable = [None if r is None else r.valid for r in records]
+        full = assemble(records, usable, self.recipe, first.bits, first.layers, self.widths, T)
+        rows = next(iter(full.values())).valid.nonzero()[:, 0]
+        mb.probe_rows = rows
+        mb.probe = {where: guidance.select(rows) for where, guidance in full.items()}

@@ -1,0 +1,221 @@
+"""The RL step: guided forward for old log-probs, then several clipped updates (GRPO, TIS, R3)."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tracefp4.align.metrics import importance_metrics, mismatch_metrics
+from tracefp4.config import StrictModel
+from tracefp4.guidance.store import GuidanceStore
+from tracefp4.nn import MicroBatch, SiteObserver, TrainerForward, prepare_model
+from tracefp4.recipe import QuantRecipe
+from tracefp4.train.advantage import assign_advantages
+from tracefp4.train.losses import LossTerms, grpo_loss
+from tracefp4.train.optimizer import MasterOptimizer
+from tracefp4.train.slices import MicroBatchBuilder, RowCounts
+from tracefp4.types import RolloutBatch, TrainBatch, Trajectory
+
+
+class TrainConfig(StrictModel):
+    """The update.
+
+    lr: AdamW's, constant after warmup_steps optimizer steps of linear rise. updates_per_rollout: optimizer steps per
+    rollout, each over its share of the trajectories. micro_batch_size: trajectories per forward. clip_low, clip_high:
+    the ratio's band is [1 - clip_low, 1 + clip_high]. tis_cap: bound of the importance weight. old_logprob:
+    "recompute" by the same guided forward, or "bypass": ratio and clip against the rollout's log-probs.
+    max_version_diff: guidance recorded under older versions falls back to nearest rounding.
+    """
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    lr: float = Field(5e-5, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    grad_clip: float = Field(1.0, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+    updates_per_rollout: int = Field(4, ge=1)
+    micro_batch_size: int = Field(32, ge=1)
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.28, gt=0)
+    tis_cap: float = Field(5.0, ge=1)
+    old_logprob: Literal["recompute", "bypass"] = "recompute"
+    max_version_diff: int = Field(3, ge=0)
+    gradient_checkpointing: bool = False
+    advantage_eps: float = Field(1e-6, gt=0)
+
+
+@dataclass
+class _Micro:
+    """A micro-batch with everything its two forwards need."""
+
+    batch: TrainBatch
+    guidance: MicroBatch
+    old_logprobs: Tensor | None = None
+
+
+class GRPOTrainer:
+    """Trains a transformers model by the guided forward.
+
+    model: Qwen3-MoE in ``config.dtype``. recipe: the rollout's numeric contract. forward: how much of it this forward
+    mirrors. store: where guidance is read. temperature: the rollout's, log-probs are taken under the same.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        recipe: QuantRecipe,
+        forward: TrainerForward,
+        config: TrainConfig,
+        store: GuidanceStore,
+        temperature: float = 1.0,
+        pad_id: int = 0,
+        seed: int = 0,
+        device: str = "cpu",
+    ) -> None:
+        self.model = model.to(device=device, dtype=getattr(torch, config.dtype)).train()  # type: ignore[arg-type]
+        self.recipe, self.config, self.device = recipe, config, device
+        self.temperature, self.pad_id = temperature, pad_id
+        self.context = prepare_model(self.model, recipe, forward)
+        if config.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.optimizer = MasterOptimizer(
+            self.model, config.lr, config.betas, config.eps, config.weight_decay, config.grad_clip
+        )
+        c = self.model.config
+        kv_width = c.num_key_value_heads * (getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads)
+        layers = self.model.get_decoder().layers
+        self.builder = MicroBatchBuilder(
+            store,
+            recipe,
+            forward.guided,
+            {"expert_input": c.hidden_size, "key": kv_width, "value": kv_width},
+            [i for i, layer in enumerate(layers) if hasattr(layer.mlp, "experts")],
+            c.num_experts_per_tok,
+            config.max_version_diff,
+        )
+        self.generator = torch.Generator().manual_seed(seed)
+        self._version = 0
+        self._optimizer_steps = 0
+
+    @property
+    def version(self) -> int:
+        """Policy version: rises by one with every ``update``."""
+        return self._version
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights in the compute dtype under transformers names; a tied head appears once, as the embedding."""
+        for name, p in self.model.named_parameters():
+            yield name, p.detach()
+
+    def update(self, batch: RolloutBatch) -> dict[str, float]:
+        """One RL step. Metrics: METHODS section 3. A batch in which no group has an advantage changes nothing."""
+        kept = assign_advantages(batch.trajectories, self.config.advantage_eps)
+        metrics = {"train/groups_skipped_share": 1 - len(kept) / len(batch.trajectories)}
+        if not kept:
+            self._version += 1
+            return metrics
+        counts, observer = RowCounts(), SiteObserver()
+        mini_batches = self._plan(kept, counts)
+        metrics |= self._old_logprobs([m for mini in mini_batches for m in mini], observer)
+        metrics |= observer.metrics()
+        if self.builder.guided:
+            metrics |= counts.metrics()
+        sums: dict[str, list[float]] = defaultdict(list)
+        for mini in mini_batches:
+            for name, value in self._optimizer_step(mini).items():
+                sums[name].append(value)
+        metrics |= {name: sum(v) / len(v) for name, v in sums.items()}
+        self._version += 1
+        return metrics
+
+    # -- parts of an update -----------------------------------------------------------------------------------
+
+    def _plan(self, kept: list[Trajectory], counts: RowCounts) -> list[list[_Micro]]:
+        """Shuffles trajectories into mini-batches, and those into micro-batches of similar length."""
+        order = torch.randperm(len(kept), generator=self.generator).tolist()
+        minis = min(self.config.updates_per_rollout, len(kept))
+        size = self.config.micro_batch_size
+        out = []
+        for u in range(minis):
+            share = sorted((kept[i] for i in order[u::minis]), key=lambda t: len(t.token_ids))
+            micros = []
+            for start in range(0, len(share), size):
+                batch = TrainBatch.collate(share[start : start + size], self.pad_id, self.device)
+                micros.append(_Micro(batch, self.builder.build(batch, self._version, counts)))
+            out.append(micros)
+        return out
+
+    def _old_logprobs(self, micros: list[_Micro], observer: SiteObserver) -> dict[str, float]:
+        """Log-probs under the weights that the rollout had, by the same guided forward that is trained."""
+        old, rollout = [], []
+        for m in micros:
+            with torch.no_grad():
+                logprobs, _ = self._forward(m, observer)
+            m.old_logprobs = logprobs
+            old.append(logprobs[m.batch.response_mask])
+            rollout.append(m.batch.rollout_logprobs[m.batch.response_mask])
+        old_all, rollout_all = torch.cat(old), torch.cat(rollout)
+        return mismatch_metrics(old_all, rollout_all) | importance_metrics(
+            old_all - rollout_all, self.config.tis_cap
+        )
+
+    def _optimizer_step(self, mini: list[_Micro]) -> dict[str, float]:
+        c = self.config
+        tokens = sum(int(m.batch.response_mask.sum()) for m in mini)
+        stats: dict[str, float] = defaultdict(float)
+        for m in mini:
+            # Backward inside: under gradient checkpointing it repeats the forward and needs the same rows.
+            with self.context.armed(m.guidance) as kwargs:
+                logprobs, entropy = self._logprobs(m.batch, kwargs)
+                terms = self._loss(m, logprobs)
+                (terms.loss / tokens).backward()
+            self.optimizer.accumulate()
+            mask = m.batch.response_mask
+            stats["train/loss"] += float(terms.loss) / tokens
+            stats["train/entropy"] += float(entropy[mask].sum()) / tokens
+            stats["train/clip_frac"] += float(terms.clipped.sum()) / tokens
+            stats["train/ratio_mean"] += float(terms.ratio[mask].sum()) / tokens
+        rise = min(1.0, (self._optimizer_steps + 1) / c.warmup_steps) if c.warmup_steps else 1.0
+        stats["train/grad_norm"] = self.optimizer.step(c.lr * rise)
+        self._optimizer_steps += 1
+        if not math.isfinite(stats["train/loss"]):
+            raise FloatingPointError("the policy loss is not finite")
+        return stats
+
+    def _loss(self, m: _Micro, logprobs: Tensor) -> LossTerms:
+        c = self.config
+        assert m.old_logprobs is not None
+        return grpo_loss(
+            logprobs,
+            m.old_logprobs,
+            m.batch.rollout_logprobs,
+            m.batch.advantages,
+            m.batch.response_mask,
+            c.clip_low,
+            c.clip_high,
+            c.tis_cap,
+            bypass=c.old_logprob == "bypass",
+        )
+
+    def _forward(self, m: _Micro, observer: SiteObserver | None = None) -> tuple[Tensor, Tensor]:
+        with self.context.armed(m.guidance, observer) as kwargs:
+            return self._logprobs(m.batch, kwargs)
+
+    def _logprobs(self, batch: TrainBatch, kwargs: dict[str, int]) -> tuple[Tensor, Tensor]:
+        """(log-probs of the next tokens, entropy in nats without gradient), f32 [B, T - 1] each."""
+        logits = self.model(
+            input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, **kwargs
+        ).logits[:, :-1]
+        logp = torch.log_softmax(logits.float() / self.temperature, dim=-1)
+        with torch.no_grad():
+            entropy = -(logp.exp() * logp).sum(-1)
+        return logp.gather(-1, batch.input_ids[:, 1:, None])[..., 0], entropy

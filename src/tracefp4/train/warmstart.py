@@ -1,0 +1,449 @@
+"""Supervised warm start of a tiny mixture-of-experts policy: enough skill for RL, and not more.
+
+``python -m tracefp4.train.warmstart recipes/warmstart.toml OUT_DIR`` writes a Hugging Face directory in BF16:
+``model.safetensors``, ``config.json``, the tokenizer, and ``warmstart.json``, which says how it was made.
+
+Shape letters: B problems, T tokens of a padded row, V vocabulary, E experts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import shutil
+import sys
+import tempfile
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import transformers
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from transformers import PreTrainedTokenizerBase, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from tracefp4.tasks import Prompt, Task, TaskConfig, build_tokenizer, make_task
+from tracefp4.tasks.base import nearest_name_hint
+from tracefp4.tasks.running_sums import WARMSTART_FIRST_STEP
+
+IGNORED_LABEL = -100
+MAX_NEW_TOKENS = 96
+
+
+class ModelConfig(BaseModel):
+    """Shape of the Qwen3-MoE policy. Widths are multiples of 16: every row splits into NVFP4 blocks."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    vocab_size: int = Field(default=32, ge=32, multiple_of=16)
+    hidden_size: int = Field(default=128, ge=16, multiple_of=16)
+    num_layers: int = Field(default=4, ge=1)
+    num_heads: int = Field(default=4, ge=1)
+    num_kv_heads: int = Field(default=2, ge=1)
+    head_dim: int = Field(default=32, ge=16, multiple_of=16)
+    num_experts: int = Field(default=8, ge=1)
+    num_experts_per_token: int = Field(default=2, ge=1)
+    moe_intermediate_size: int = Field(default=64, ge=16, multiple_of=16)
+    max_position_embeddings: int = Field(default=512, ge=64)
+    initializer_range: float = Field(default=0.05, gt=0)
+
+    @model_validator(mode="after")
+    def _counts_fit(self) -> Self:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads = {self.num_heads} is no multiple of {self.num_kv_heads} = num_kv_heads"
+            )
+        if self.num_experts_per_token > self.num_experts:
+            raise ValueError(f"num_experts_per_token is above num_experts = {self.num_experts}")
+        return self
+
+
+class OptimizerConfig(BaseModel):
+    """AdamW on FP32 parameters, linear warm-up, then a constant rate: the stop rule ends the run."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    batch_size: int = Field(default=64, ge=1)
+    learning_rate: float = Field(default=2e-3, gt=0)
+    weight_decay: float = Field(default=0.01, ge=0)
+    beta2: float = Field(default=0.98, gt=0, lt=1)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    warmup_steps: int = Field(default=100, ge=0)
+    max_steps: int = Field(default=6000, ge=1)
+    router_aux_coefficient: float = Field(default=0.01, ge=0)
+    easy_share: float = Field(
+        default=0.5,
+        ge=0,
+        lt=1,
+        description="share of each batch with one-digit terms: they teach the units digit, where training on "
+        "longer terms alone rests on a plateau; never evaluated on",
+    )
+
+
+class StopConfig(BaseModel):
+    """The band of sampled held-out pass rate (temperature 1.0) in which the warm start ends."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    pass_rate_low: float = Field(default=0.25, ge=0, le=1)
+    pass_rate_high: float = Field(default=0.45, ge=0, le=1)
+    eval_every: int = Field(default=100, ge=1)
+    eval_problems: int = Field(default=256, ge=1, le=4096)
+
+    @model_validator(mode="after")
+    def _band_is_ordered(self) -> Self:
+        if self.pass_rate_low > self.pass_rate_high:
+            raise ValueError("pass_rate_low is above pass_rate_high")
+        return self
+
+
+class WarmstartConfig(BaseModel):
+    """All that determines the checkpoint, up to the order of floating-point sums (threads, machine)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    threads: int = Field(default=2, ge=1)
+    task: TaskConfig = TaskConfig()
+    model: ModelConfig = ModelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    stop: StopConfig = StopConfig()
+
+
+class WarmstartError(Exception):
+    """A warm start that cannot begin or did not reach its band; the message is one sentence for the user."""
+
+
+def load_config(path: Path) -> WarmstartConfig:
+    """Read a TOML recipe.
+
+    Raises:
+        WarmstartError: the file is missing or not TOML, or a key or value is invalid; an unknown key is named
+            together with the nearest valid one.
+    """
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise WarmstartError(f"no recipe at {path}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise WarmstartError(f"{path} is not valid TOML: {error}") from error
+    try:
+        return WarmstartConfig.model_validate(document)
+    except ValidationError as error:
+        lines = [_describe(problem["loc"], problem["type"], problem["msg"]) for problem in error.errors()]
+        raise WarmstartError(f"{path}: " + "; ".join(lines)) from error
+
+
+def _describe(location: tuple[int | str, ...], kind: str, message: str) -> str:
+    dotted = ".".join(str(part) for part in location)
+    if kind != "extra_forbidden":
+        return f"{dotted or 'recipe'}: {message}"
+    section: Any = WarmstartConfig
+    for part in location[:-1]:
+        section = section.model_fields[str(part)].annotation
+    return f"unknown key {dotted!r}, {nearest_name_hint(str(location[-1]), list(section.model_fields))}"
+
+
+def build_model(config: WarmstartConfig, tokenizer: PreTrainedTokenizerBase) -> Qwen3MoeForCausalLM:
+    """A freshly initialized FP32 policy with tied embeddings; draws from torch's global generator."""
+    shape = config.model
+    hf_config = Qwen3MoeConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        # Only dense layers read it and there are none; kept consistent for tools that print it.
+        intermediate_size=shape.moe_intermediate_size * shape.num_experts_per_token,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,  # type: ignore[call-arg]  # read by the model, absent from its signature
+        num_experts=shape.num_experts,
+        num_experts_per_tok=shape.num_experts_per_token,
+        moe_intermediate_size=shape.moe_intermediate_size,
+        norm_topk_prob=True,
+        tie_word_embeddings=True,
+        max_position_embeddings=shape.max_position_embeddings,
+        initializer_range=shape.initializer_range,
+        router_aux_loss_coef=config.optimizer.router_aux_coefficient,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    return Qwen3MoeForCausalLM(hf_config).float()
+
+
+def supervised_batch(
+    task: Task, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase
+) -> dict[str, torch.Tensor]:
+    """Right-padded rows of prompt + solution + end-of-sequence.
+
+    Returns:
+        ``input_ids``, ``attention_mask``, ``labels``: int64 [B, T]. Labels are ``IGNORED_LABEL`` on the
+        prompt and on padding: the loss covers response tokens only, the end-of-sequence token included.
+    """
+    heads = [tokenizer(prompt.text).input_ids for prompt in prompts]
+    tails = [[*tokenizer(task.solution(prompt)).input_ids, tokenizer.eos_token_id] for prompt in prompts]
+    rows = [head + tail for head, tail in zip(heads, tails, strict=True)]
+    width = max(map(len, rows))
+    input_ids = torch.full((len(rows), width), int(tokenizer.pad_token_id), dtype=torch.int64)
+    labels = torch.full_like(input_ids, IGNORED_LABEL)
+    for i, (head, row) in enumerate(zip(heads, rows, strict=True)):
+        input_ids[i, : len(row)] = torch.tensor(row)
+        labels[i, len(head) : len(row)] = torch.tensor(row[len(head) :])
+    mask = (torch.arange(width)[None] < torch.tensor([len(row) for row in rows])[:, None]).long()
+    return {"input_ids": input_ids, "attention_mask": mask, "labels": labels}
+
+
+class Curriculum:
+    """Mixes problems of the task with its one-digit variant; neither ever yields a held-out problem."""
+
+    def __init__(self, task: Task, config: WarmstartConfig) -> None:
+        self.n_easy = round(config.optimizer.easy_share * config.optimizer.batch_size)
+        self.n_full = config.optimizer.batch_size - self.n_easy
+        self.task = task
+        self.easy_task = make_task(config.task.model_copy(update={"min_digits": 1, "max_digits": 1}))
+        # The variant keeps clear of its own test pool, which differs from the task's when terms may be short.
+        self.held_out = {prompt.text for prompt in task.test_prompts(config.stop.eval_problems)}
+
+    def prompts(self, data_step: int) -> list[Prompt]:
+        """The batch of optimizer step ``data_step``, slightly short where an easy problem is held out."""
+        step = WARMSTART_FIRST_STEP + data_step
+        prompts = self.task.train_prompts(step, self.n_full) if self.n_full else []
+        easy = self.easy_task.train_prompts(step, self.n_easy) if self.n_easy else []
+        return prompts + [prompt for prompt in easy if prompt.text not in self.held_out]
+
+
+@torch.inference_mode()
+def sample_responses(
+    model: Qwen3MoeForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[Prompt],
+    seed: int,
+    temperature: float = 1.0,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+) -> list[str]:
+    """One sampled response per prompt, decoded without special tokens; batched, with a KV cache.
+
+    The plain transformers forward, for evaluating the warm start only: rollouts have their own engine.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    batch = tokenizer([prompt.text for prompt in prompts], padding=True, return_tensors="pt")
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    # Left padding shifts the rows: positions count real tokens, as in training.
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    done = torch.zeros(len(prompts), dtype=torch.bool)
+    written: list[torch.Tensor] = []
+    cache = None
+    for _ in range(max_new_tokens):
+        out = model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+        )
+        cache = out.past_key_values
+        probs = (out.logits[:, -1].float() / temperature).softmax(-1)
+        token = torch.multinomial(probs, 1, generator=generator)
+        token[done] = tokenizer.pad_token_id
+        written.append(token)
+        done |= token[:, 0] == tokenizer.eos_token_id
+        if done.all():
+            break
+        ids, positions = token, positions[:, -1:] + 1
+        mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], dim=-1)
+    return tokenizer.batch_decode(torch.cat(written, dim=-1), skip_special_tokens=True)
+
+
+def pass_rate(
+    model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerBase, task: Task, n: int, seed: int
+) -> tuple[float, float]:
+    """Share of ``n`` held-out problems solved by one sample each, and the mean response length."""
+    model.eval()
+    prompts = task.test_prompts(n)
+    responses = [
+        text
+        for start in range(0, n, 256)
+        for text in sample_responses(model, tokenizer, prompts[start : start + 256], seed + start)
+    ]
+    scores = [task.score(prompt, text) for prompt, text in zip(prompts, responses, strict=True)]
+    return sum(scores) / n, sum(map(len, responses)) / n
+
+
+@dataclass
+class TrainOutcome:
+    """What the training loop hands on, e.g. ``TrainOutcome(1400, 0.34, True, 402.0)``."""
+
+    steps: int
+    """optimizer steps behind the returned weights"""
+    pass_rate: float
+    """share of ``eval_problems`` solved at the last evaluation, FP32 weights"""
+    reached_band: bool
+    seconds: float
+    """wall-clock seconds of training and evaluation together"""
+
+
+def train(
+    model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerBase, task: Task, config: WarmstartConfig
+) -> TrainOutcome:
+    """Train in place until the pass rate lies in the band or ``max_steps`` have run; prints its progress.
+
+    A jump over the band is undone: the weights of the evaluation before come back and the rate is halved, so
+    the run approaches the band again in smaller steps.
+    """
+    options, stop, started = config.optimizer, config.stop, time.monotonic()
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=options.learning_rate,
+        betas=(0.9, options.beta2),
+        weight_decay=options.weight_decay,
+    )
+    curriculum = Curriculum(task, config)
+    peak_rate, below, steps_of_below, rate, loss = options.learning_rate, _snapshot(model), 0, 0.0, 0.0
+    steps = 0
+    for data_step in range(options.max_steps):
+        for group in optimizer.param_groups:
+            group["lr"] = peak_rate * min(1.0, (data_step + 1) / max(1, options.warmup_steps))
+        batch = supervised_batch(task, curriculum.prompts(data_step), tokenizer)
+        loss = _update(model, optimizer, batch, options.max_grad_norm)
+        steps += 1
+        if (data_step + 1) % stop.eval_every and data_step + 1 < options.max_steps:
+            continue
+        rate, length = pass_rate(model, tokenizer, task, stop.eval_problems, config.seed)
+        elapsed = time.monotonic() - started
+        print(
+            f"step {steps:5d}  loss {loss:.4f}  held-out pass rate {rate:.3f} (n = {stop.eval_problems})  "
+            f"{length:.0f} characters  {elapsed:.0f} s",
+            flush=True,
+        )
+        if stop.pass_rate_low <= rate <= stop.pass_rate_high:
+            return TrainOutcome(steps, rate, True, elapsed)
+        if rate > stop.pass_rate_high:
+            model.load_state_dict(below)
+            steps, peak_rate = steps_of_below, peak_rate / 2
+            print(f"over the band: back to step {steps} at learning rate {peak_rate:.1e}", flush=True)
+        else:
+            below, steps_of_below = _snapshot(model), steps
+    return TrainOutcome(steps, rate, False, time.monotonic() - started)
+
+
+def _snapshot(model: Qwen3MoeForCausalLM) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def _update(
+    model: Qwen3MoeForCausalLM,
+    optimizer: torch.optim.Optimizer,
+    batch: dict[str, torch.Tensor],
+    max_grad_norm: float,
+) -> float:
+    """One optimizer step; returns the loss, balancing term included."""
+    model.train()
+    loss = model(**batch, output_router_logits=True).loss
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    optimizer.step()
+    return float(loss.detach())
+
+
+def sha256_of(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file's bytes."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def run_warmstart(config: WarmstartConfig, out_dir: Path, require_band: bool = True) -> dict[str, Any]:
+    """Train and write the checkpoint directory; returns what ``warmstart.json`` holds.
+
+    The files are written beside ``out_dir`` and renamed into place, so ``out_dir`` is complete or absent.
+
+    Raises:
+        WarmstartError: ``out_dir`` is not an empty or absent directory, or ``require_band`` and the pass rate
+            never fell in the band within ``max_steps``.
+        ValueError: the task's name or its ranges are unusable.
+    """
+    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+        raise WarmstartError(f"{out_dir} exists and is not an empty directory: choose another or remove it")
+    task = make_task(config.task)
+    torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    tokenizer = build_tokenizer()
+    model = build_model(config, tokenizer)
+    outcome = train(model, tokenizer, task, config)
+    if require_band and not outcome.reached_band:
+        raise WarmstartError(
+            f"pass rate {outcome.pass_rate:.3f} after {outcome.steps} steps is outside "
+            f"[{config.stop.pass_rate_low}, {config.stop.pass_rate_high}]; "
+            "raise optimizer.max_steps or ease the task"
+        )
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}-", dir=out_dir.parent))
+    try:
+        record = _write_checkpoint(staging, model, tokenizer, task, config, outcome)
+        staging.chmod(0o755)  # mkdtemp makes it private to the user
+        if out_dir.exists():
+            out_dir.rmdir()
+        staging.rename(out_dir)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    return record
+
+
+def _write_checkpoint(
+    directory: Path,
+    model: Qwen3MoeForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    config: WarmstartConfig,
+    outcome: TrainOutcome,
+) -> dict[str, Any]:
+    """Save in BF16 and measure the pass rate of those very weights on twice the problems, with a new seed."""
+    model.bfloat16()
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    n = min(2 * config.stop.eval_problems, 4096)
+    rate, length = pass_rate(model, tokenizer, task, n, config.seed + 1)
+    record = {
+        "recipe": config.model_dump(),
+        "steps": outcome.steps,
+        "reached_band": outcome.reached_band,
+        "seconds": round(outcome.seconds, 1),
+        "pass_rate_at_stop": {"value": outcome.pass_rate, "n": config.stop.eval_problems, "dtype": "float32"},
+        "pass_rate": {"value": rate, "n": n, "dtype": "bfloat16", "temperature": 1.0},
+        "mean_response_characters": round(length, 2),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "reasoning-gym": _version("reasoning-gym"),
+        },
+        "sha256": {"model.safetensors": sha256_of(directory / "model.safetensors")},
+    }
+    (directory / "warmstart.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return record
+
+
+def _version(distribution: str) -> str:
+    from importlib.metadata import version
+
+    return version(distribution)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line: RECIPE.toml OUT_DIR; 0 on success, 2 after printing one sentence to standard error."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if len(arguments) != 2:
+        print("usage: python -m tracefp4.train.warmstart RECIPE.toml OUT_DIR", file=sys.stderr)
+        return 2
+    try:
+        record = run_warmstart(load_config(Path(arguments[0])), Path(arguments[1]))
+    except (WarmstartError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    rate = record["pass_rate"]
+    print(f"wrote {arguments[1]}: pass rate {rate['value']:.3f} (n = {rate['n']}), {record['steps']} steps")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""The data contract between rollout, guidance store and trainer.
+
+Shape legend: L rows or tokens of one trajectory, P prompt tokens, R response tokens (L = P + R),
+B trajectories of a batch, T padded length, H hidden size, N decoder layers, K experts per token.
+
+A trajectory of L tokens has L - 1 *rows*: row i is the forward of token i, which predicts token i + 1.
+The last token is sampled but never forwarded, so it has no row.
+
+Example, prompt ``[5, 7]`` and response ``[9, 2]`` (2 is EOS)::
+
+    tokens            5   7   9   2
+    rows              0   1   2            (3 = tokens - 1)
+    logprobs                  a   b        (of 9 and of 2; one per response token)
+    routed_experts    r0  r1  r2           (one [N, K] entry per row)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+SITES = ("expert_input", "key", "value")
+"""Recorded sites: the input of the routed experts (once per token and layer, before dispatch), K after
+RoPE and V, each one row per token and layer."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled.
+
+    temperature: float >= 0; 0 is greedy. top_p: in (0, 1]; 1 keeps the whole distribution.
+    max_new_tokens: >= 1, response tokens. stop_token_ids: sampling one of them ends the response (it is
+    kept as the last token). seed: makes the tokens of this request a function of (weights, prompt, seed)
+    alone, whatever else runs in the batch.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_new_tokens: int = 128
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature must be >= 0, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to be continued once. request_id is unique within an engine; prompt_ids has P >= 1 ids."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    probe: bool = False
+    """Also keep the full codes of every layer (diagnostics; costs 4.5 bits per value)."""
+
+
+@dataclass(frozen=True)
+class GuidanceHandle:
+    """Names the guidance of one trajectory in a store; travels in its place (bits stay in the store).
+
+    rows: L - 1. recipe_hash: of the recipe it was recorded under.
+    """
+
+    sample_id: str
+    rows: int
+    recipe_hash: str
+
+
+@dataclass
+class Trajectory:
+    """One finished response.
+
+    prompt_ids [P], response_ids [R] (Python ints); logprobs f32 [R], natural log, of the sampled token under
+    the temperature-scaled distribution before top-p; versions int32 [R], the policy version that sampled each
+    response token; row_versions int32 [L - 1], the version that forwarded each row; routed_experts int16
+    [L - 1, N, K], or None for a model without routed experts; finish_reason: "stop", "length" or "abort".
+    guidance and probe are handles into the guidance store, None where nothing was recorded.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    logprobs: Tensor
+    versions: Tensor
+    row_versions: Tensor
+    routed_experts: Tensor | None
+    finish_reason: str
+    guidance: GuidanceHandle | None = None
+    probe: GuidanceHandle | None = None
+    reward: float = float("nan")
+    advantage: float = float("nan")
+    group: int = -1
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.prompt_ids + self.response_ids
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.prompt_ids) + len(self.response_ids) - 1
+
+
+@dataclass
+class RolloutBatch:
+    """What one rollout phase hands to the trainer: trajectories with rewards, and the phase's own counts."""
+
+    trajectories: list[Trajectory]
+    version: int
+    stats: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class TrainBatch:
+    """A padded micro-batch. B trajectories, T = longest length; padding on the right.
+
+    input_ids int64 [B, T]; attention_mask bool [B, T], True on real tokens; response_mask bool [B, T - 1],
+    True where position t predicts a response token (token t + 1); rollout_logprobs f32 [B, T - 1], 0 outside
+    response_mask; advantages f32 [B]; trajectories: the source objects, in row order.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    response_mask: Tensor
+    rollout_logprobs: Tensor
+    advantages: Tensor
+    trajectories: Sequence[Trajectory]
+
+    @staticmethod
+    def collate(trajectories: Sequence[Trajectory], pad_id: int, device: torch.device | str = "cpu") -> TrainBatch:
+        """Pads trajectories on the right. Raises ValueError where log-probs and response disagree in length."""
+        lengths = [len(t.token_ids) for t in trajectories]
+        B, T = len(lengths), max(lengths)
+        input_ids = torch.full((B, T), pad_id, dtype=torch.int64)
+        attention_mask = torch.zeros(B, T, dtype=torch.bool)
+        response_mask = torch.zeros(B, T - 1, dtype=torch.bool)
+        rollout_logprobs = torch.zeros(B, T - 1)
+        for b, t in enumerate(trajectories):
+            if len(t.logprobs) != len(t.response_ids):
+                raise ValueError(
+                    f"trajectory {t.request_id}: {len(t.logprobs)} log-probs for {len(t.response_ids)} response tokens"
+                )
+            n, p = lengths[b], len(t.prompt_ids)
+            input_ids[b, :n] = torch.tensor(t.token_ids)
+            attention_mask[b, :n] = True
+            response_mask[b, p - 1 : n - 1] = True
+            rollout_logprobs[b, p - 1 : n - 1] = t.logprobs
+        advantages = torch.tensor([t.advantage for t in trajectories], dtype=torch.float32)
+        moved = (x.to(device) for x in (input_ids, attention_mask, response_mask, rollout_logprobs, advantages))
+        return TrainBatch(*moved, trajectories=trajectories)
+
+
+@runtime_checkable
+class Rollout(Protocol):
+    """Anything that turns requests into trajectories under weights of a known version."""
+
+    @property
+    def version(self) -> int: ...
+
+    def generate(self, requests: Sequence[Request]) -> list[Trajectory]:
+        """Runs all requests to their end; the result has their order."""
+        ...
+
+
+@runtime_checkable
+class Trainer(Protocol):
+    """Anything that learns from a RolloutBatch and can give out its weights."""
+
+    @property
+    def version(self) -> int: ...
+
+    def update(self, batch: RolloutBatch) -> dict[str, float]:
+        """One RL step over the batch (several optimizer steps); returns the step's metrics."""
+        ...
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights under Hugging Face parameter names, in the compute dtype."""
+        ...
+
+
+@runtime_checkable
+class WeightSync(Protocol):
+    """Moves the trainer's weights into the rollout, in place."""
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None: ...
+
+
+Metrics = dict[str, float]
+JsonDict = dict[str, Any]

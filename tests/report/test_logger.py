@@ -1,0 +1,133 @@
+"""Run folders and their files."""
+
+import json
+import math
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tracefp4.report import (
+    RunFolderError,
+    RunLogger,
+    create_run_dir,
+    ensure_dir,
+    read_jsonl,
+    write_json_atomic,
+)
+
+
+def test_lines_are_sorted_and_repeat_exactly(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        with RunLogger(tmp_path / name, tensorboard=False) as logger:
+            logger.log(
+                0, {"b": 0.1, "a": 1, "t": torch.tensor(0.5), "n": np.float64(0.25)}, {"step_s": len(name)}
+            )
+            logger.log(3, {"b": 1e-7}, {})
+    text = (tmp_path / "a" / "metrics.jsonl").read_text()
+    assert text == '{"a": 1, "b": 0.1, "n": 0.25, "step": 0, "t": 0.5}\n{"b": 1e-07, "step": 3}\n'
+    assert text == (tmp_path / "b" / "metrics.jsonl").read_text()
+    assert read_jsonl(tmp_path / "a" / "timing.jsonl") == [{"step": 0, "step_s": 1}, {"step": 3}]
+
+
+def test_a_line_is_on_disk_when_log_returns(tmp_path: Path) -> None:
+    logger = RunLogger(tmp_path, tensorboard=False)
+    logger.log(0, {"a": 1.0})
+    assert read_jsonl(tmp_path / "metrics.jsonl") == [{"a": 1.0, "step": 0}]
+    logger.close()
+    logger.close()
+
+
+def test_nonfinite_figures_are_null_counted_and_warned_about_once(tmp_path: Path) -> None:
+    with RunLogger(tmp_path, tensorboard=False) as logger:
+        with pytest.warns(RuntimeWarning, match="the metric loss is nan and is logged as null"):
+            logger.log(0, {"loss": math.nan, "x": 1.0})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            logger.log(1, {"loss": math.inf})
+        assert logger.nonfinite == 2
+    assert read_jsonl(tmp_path / "metrics.jsonl") == [
+        {"loss": None, "step": 0, "x": 1.0},
+        {"loss": None, "step": 1},
+    ]
+
+
+def test_misuse_is_refused(tmp_path: Path) -> None:
+    with RunLogger(tmp_path, tensorboard=False) as logger:
+        logger.log(1, {"a": 1.0})
+        with pytest.raises(ValueError, match="step 1 was logged after step 1: steps must increase"):
+            logger.log(1, {"a": 1.0})
+        with pytest.raises(ValueError, match="'step' is the line's own key"):
+            logger.log(2, {"step": 1.0})
+        with pytest.raises(TypeError, match="the metric a must be a number, got '1'"):
+            logger.log(3, {"a": "1"})  # type: ignore[dict-item]
+
+
+def test_tensorboard_holds_the_same_scalars(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with RunLogger(tmp_path) as logger:
+        logger.log(0, {"reward/mean": 0.25}, {"step_s": 2.0})
+        logger.log(1, {"reward/mean": 0.5})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert sorted(events.Tags()["scalars"]) == ["reward/mean", "timing/step_s"]
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(0, 0.25), (1, 0.5)]
+
+
+def test_two_runs_never_share_a_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with RunLogger(tmp_path, tensorboard=False) as logger:
+        logger.log(0, {"a": 1.0})
+    with pytest.raises(RunFolderError, match="is of another run: choose another folder with --out"):
+        RunLogger(tmp_path, tensorboard=False)
+
+
+def test_run_dir_is_new_or_refused(tmp_path: Path) -> None:
+    run = create_run_dir(tmp_path / "deep" / "run")
+    assert run.is_dir()
+    create_run_dir(run)  # still empty
+    (run / "metrics.jsonl").write_text("{}\n")
+    (run / "tensorboard").mkdir()
+    (run / "checkpoint").mkdir()
+    with pytest.raises(RunFolderError) as caught:
+        create_run_dir(run)
+    assert str(caught.value) == (
+        f"the run folder {run} is not empty: choose another with --out or pass --overwrite"
+    )
+    create_run_dir(run, overwrite=True)
+    assert list(run.iterdir()) == []
+
+
+def test_overwrite_spares_what_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(RunFolderError, match="holds no tracefp4 run, so --overwrite leaves it alone"):
+        create_run_dir(tmp_path, overwrite=True)
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_folders_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(RunFolderError, match="cannot be made: a file is in its place"):
+            ensure_dir(path)
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder that not even root may write")
+def test_unwritable_folder() -> None:
+    for path in ("/proc", "/proc/run"):
+        with pytest.raises(RunFolderError, match=r"^the folder /proc.* cannot be written \(.+\)$"):
+            create_run_dir(path) if path != "/proc" else ensure_dir(path)
+
+
+def test_json_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "final.json"
+    write_json_atomic(path, {"b": (1, 2), "a": math.nan, "p": Path("x"), "t": torch.tensor(1.5)})
+    assert path.read_text().startswith('{\n  "a": null,')
+    assert json.loads(path.read_text()) == {"a": None, "b": [1, 2], "p": "x", "t": 1.5}
+    with pytest.raises(TypeError, match="object has no JSON form"):
+        write_json_atomic(path, {"a": object()})
+    assert json.loads(path.read_text())["t"] == 1.5
+    assert [entry.name for entry in tmp_path.iterdir()] == ["final.json"]

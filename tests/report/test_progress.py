@@ -1,0 +1,31 @@
+"""Progress is lines without a terminal and a bar with one."""
+
+import io
+
+from tracefp4.report import progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_one_plain_line_every_few_steps() -> None:
+    out = io.StringIO()
+    with progress(5, "trace, seed 0", every=2, file=out) as bar:
+        for step in range(5):
+            bar.step(reward=step / 8)
+    assert out.getvalue() == (
+        "trace, seed 0: step 2/5  reward 0.125\n"
+        "trace, seed 0: step 4/5  reward 0.375\n"
+        "trace, seed 0: step 5/5  reward 0.5\n"
+    )
+
+
+def test_a_bar_on_a_terminal() -> None:
+    out = Terminal()
+    with progress(2, "qat", file=out) as bar:
+        bar.step()
+        bar.step(reward=0.5)
+    assert "qat" in out.getvalue()
+    assert "\n" not in out.getvalue().strip("\n\r").split("qat")[0]
