@@ -131,7 +131,7 @@ OVERRIDE_ERRORS = [
     ("train..lr=1", "the override 'train..lr=1' needs a dotted key such as train.lr before the '='"),
     (
         "train.betas=[1",
-        "the override 'train.betas=[1' has a value that is not TOML: check brackets and quotes",
+        "the value in the override 'train.betas=[1' is not valid TOML: check its brackets and quotes",
     ),
     ("train.lr.x=1", "the override 'train.lr.x=1' needs train.lr to be a section, but it is a value"),
     ("train.lr=2", "train.lr must be greater than 0 and at most 1, got 2 in the override 'train.lr=2'"),
@@ -144,8 +144,14 @@ OVERRIDE_ERRORS = [
     ("train.steps='5'", "train.steps must be an integer, got \"5\" in the override 'train.steps='5''"),
     ("train.steps=ten", "train.steps must be an integer, got \"ten\" in the override 'train.steps=ten'"),
     ("train.lr=true", "train.lr must be a number, got true in the override 'train.lr=true'"),
-    ("train.centered=yes", "train.centered must be true or false, got \"yes\" in the override 'train.centered=yes'"),
-    ("train.betas=[1,'.5']", "train.betas[1] must be a number, got \".5\" in the override 'train.betas=[1,'.5']'"),
+    (
+        "train.centered=yes",
+        "train.centered must be true or false, got \"yes\" in the override 'train.centered=yes'",
+    ),
+    (
+        "train.betas=[1,'.5']",
+        "train.betas[1] must be a number, got \".5\" in the override 'train.betas=[1,'.5']'",
+    ),
     ("train.centered=1", "train.centered must be true or false, got 1 in the override 'train.centered=1'"),
     ("train.betas=[1]", "train.betas has too few values in the override 'train.betas=[1]'"),
     ("train.lrr=1", "unknown key train.lrr in the override 'train.lrr=1'; did you mean train.lr?"),

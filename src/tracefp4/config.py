@@ -163,9 +163,8 @@ def _apply_override(data: dict[str, Any], text: str, keys: tuple[str, ...], valu
     for depth, key in enumerate(keys[:-1]):
         table = table.setdefault(key, {})
         if not isinstance(table, dict):
-            raise ConfigError(
-                f"the override '{text}' needs {'.'.join(keys[: depth + 1])} to be a section, but it is a value"
-            )
+            section = ".".join(keys[: depth + 1])
+            raise ConfigError(f"the override '{text}' needs {section} to be a section, but it is a value")
     _merge(table, keys[-1], value)
 
 
@@ -327,7 +326,8 @@ def _coerced(raw: Any, value: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Any, st
         for index, (inner, item) in enumerate(zip(raw, value, strict=False)):
             yield from _coerced(inner, item, (*loc, index))
     elif type(value) in _SCALARS and type(raw) is not type(value):
-        if isinstance(raw, bool) or isinstance(value, bool) or (isinstance(raw, str) and _is_number(raw)):
+        either_is_bool = isinstance(raw, bool) or isinstance(value, bool)
+        if either_is_bool or (isinstance(raw, str) and _is_number(raw)):
             yield loc, raw, _SCALARS[type(value)]
 
 

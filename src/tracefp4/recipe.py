@@ -36,7 +36,7 @@ class QuantRecipe:
     weights: str | None = None
     activations: str | None = None
     kv: str | None = None
-    encode_scale: str = "row"
+    encode_scale: str = "row-pow2"
     kv_encode_scale: float = 1.0
     guided_layers: tuple[int, ...] = ()
     bits: float = 1.125

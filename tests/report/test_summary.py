@@ -123,7 +123,7 @@ def test_a_baseline_of_zero_gives_no_ratio(tmp_path: Path) -> None:
 
 
 def test_missing_and_broken_runs_are_named(out: Path) -> None:
-    with pytest.raises(SummaryError, match="the run of trace with seed 7 left no .*seed7/metrics.jsonl"):
+    with pytest.raises(SummaryError, match=r"the run of trace with seed 7 left no .*seed7/metrics\.jsonl"):
         summarize(out, ["trace"], [7])
     path = out / "trace" / "seed0" / "metrics.jsonl"
     path.write_text("")
@@ -145,8 +145,9 @@ def test_markdown(out: Path) -> None:
     text = markdown_table({**summarize(out, ["trace", "bf16"], [0, 1]), **FACTS})
     lines = text.splitlines()
     assert lines[0] == (
-        "| method | logprob abs diff, mean | over bf16 | logprob abs diff, max | max over bf16 | reward, last quarter"
-        " | codes differ before | codes differ after | guidance bytes/token | pass rate, start | pass rate, end |"
+        "| method | logprob abs diff, mean | over bf16 | logprob abs diff, max | max over bf16 "
+        "| reward, last quarter | codes differ before | codes differ after | guidance bytes/token "
+        "| pass rate, start | pass rate, end |"
     )
     assert lines[2] == (
         "| trace | 3 [2, 4] | 1.25x | 18 | 2.12x | 0.375 [0.375, 0.375]"

@@ -269,8 +269,9 @@ class Format(abc.ABC):
         """[..., K] times [..., K/B], each factor over its block."""
         return (values.unflatten(-1, (-1, self.block_size)) * factor.unsqueeze(-1)).flatten(-2)
 
+    @abc.abstractmethod
     def _resolve(self, amax: Tensor, encode_scale: EncodeScale) -> Tensor | None:
-        raise NotImplementedError
+        """`resolve_encode_scale` from block maxima [..., K/B]."""
 
     def _own(self, blocks: QuantizedBlocks) -> None:
         if blocks.format != self.name:

@@ -24,7 +24,7 @@ class QuantConfig(StrictModel):
     weights: str = "nvfp4"
     activations: str = "nvfp4"
     kv: str = "nvfp4"
-    encode_scale: str = "row"
+    encode_scale: str = "row-pow2"
     kv_encode_scale: float = Field(1.0, gt=0)
 
 

@@ -180,7 +180,7 @@ class GRPOTrainer:
                 (terms.loss / tokens).backward()
             self.optimizer.accumulate()
             mask = m.batch.response_mask
-            stats["train/loss"] += float(terms.loss) / tokens
+            stats["train/loss"] += float(terms.loss.detach()) / tokens
             stats["train/entropy"] += float(entropy[mask].sum()) / tokens
             stats["train/clip_frac"] += float(terms.clipped.sum()) / tokens
             stats["train/ratio_mean"] += float(terms.ratio[mask].sum()) / tokens
