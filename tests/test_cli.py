@@ -217,9 +217,7 @@ def test_ctrl_c_is_one_line(loop: FakeLoop, capsys: pytest.CaptureFixture[str]) 
 def test_compare_passes_its_arguments_on(loop: FakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr("tracefp4.compare.compare", lambda *args, **kwargs: calls.append((args, kwargs)))
-    assert (
-        run("compare", "r.toml", "run.steps=3", "--modes", "bf16, qat", "--seeds", "0,5", "--out", "o") == 0
-    )
+    assert run("compare", "r.toml", "run.steps=3", "--modes", "bf16, qat", "--seeds", "0,5", "--out", "o") == 0
     assert run("compare", "r.toml", "--out", "o", "--jobs", "3", "--overwrite") == 0
     assert calls == [
         (("r.toml", ["bf16", "qat"], [0, 5], Path("o"), ["run.steps=3"], None), {"overwrite": False}),
@@ -230,11 +228,12 @@ def test_compare_passes_its_arguments_on(loop: FakeLoop, monkeypatch: pytest.Mon
     ]
 
 
-def test_methods_are_listed_one_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_methods_are_listed_one_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     lines = {"bf16": "the ceiling", "trace-all": "guided everywhere"}
-    monkeypatch.setattr("tracefp4.methods.list_methods", lambda: lines, raising=False)
+    known = [types.SimpleNamespace(name=name, description=line) for name, line in lines.items()]
+    fake = types.ModuleType("tracefp4.methods")
+    fake.list_methods = lambda: known  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tracefp4.methods", fake)
     assert run("methods") == 0
     assert capsys.readouterr().out == "bf16       the ceiling\ntrace-all  guided everywhere\n"
 
@@ -268,8 +267,6 @@ def test_as_a_module_without_the_heavy_imports() -> None:
     code = "import sys, tracefp4.cli; print('torch' in sys.modules)"
     heavy = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert heavy.stdout == "False\n"
-    done = subprocess.run(
-        [sys.executable, "-m", "tracefp4", "tran"], capture_output=True, text=True, env=os.environ
-    )
+    done = subprocess.run([sys.executable, "-m", "tracefp4", "tran"], capture_output=True, text=True, env=os.environ)
     assert done.returncode == 2
     assert done.stderr.startswith("error: No such command 'tran'")

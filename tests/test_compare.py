@@ -1,4 +1,4 @@
-"""Comparing methods with a made-up training command: what is written, and that no child outlives a failure."""
+"""Comparing methods with a made-up training command: what is written, and that no child is left behind."""
 
 import io
 import json
@@ -46,9 +46,7 @@ STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)" + SLEE
 def fake(**scripts: str) -> Command:
     """A command that runs the script of the mode, WRITE_RUN unless given."""
 
-    def command(
-        recipe: str, mode: str, seeds: Sequence[int], folder: Path, overrides: Sequence[str]
-    ) -> list[str]:
+    def command(recipe: str, mode: str, seeds: Sequence[int], folder: Path, overrides: Sequence[str]) -> list[str]:
         names = ",".join(map(str, seeds))
         script = scripts.get(mode, WRITE_RUN)
         return [sys.executable, "-S", "-c", script, mode, str(folder), names, recipe, *overrides]
@@ -147,9 +145,7 @@ def test_a_failing_child_is_shown_and_the_others_are_ended(tmp_path: Path) -> No
 def test_a_child_that_dies_by_a_signal_is_named(tmp_path: Path) -> None:
     script = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     with pytest.raises(CompareError, match="the run of qat ended by signal SIGKILL"):
-        compare(
-            "r.toml", ["qat"], [0], tmp_path, command=fake(qat=script), console=Console(file=io.StringIO())
-        )
+        compare("r.toml", ["qat"], [0], tmp_path, command=fake(qat=script), console=Console(file=io.StringIO()))
 
 
 def test_at_most_jobs_run_at_once_and_none_starts_after_a_failure(tmp_path: Path) -> None:

@@ -234,9 +234,7 @@ def test_sections_are_frozen_and_check_their_defaults() -> None:
 
 def test_hash_is_of_the_settings_not_of_their_spelling(recipe: str) -> None:
     plain = load_config(recipe, [], Recipe)
-    spelled = load_config(
-        recipe, ["train.betas=[0.9, 0.95]", "quant.format='nvfp4'", "train.lr=1e-1"], Recipe
-    )
+    spelled = load_config(recipe, ["train.betas=[0.9, 0.95]", "quant.format='nvfp4'", "train.lr=1e-1"], Recipe)
     other = load_config(recipe, ["run.seed=1"], Recipe)
     assert config_hash(plain) == config_hash(spelled) != config_hash(other)
     assert len(config_hash(plain)) == 16

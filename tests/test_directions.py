@@ -21,12 +21,13 @@ ALLOWED: dict[str, set[str]] = {
     "guidance": CORE,
     "nn": CORE | {"guidance"},
     "rollout": CORE | {"guidance", "nn"},
-    "train": CORE | {"guidance", "nn", "tasks"},  # tasks: the supervised warm start makes its own examples
-    "methods": LEAVES | {"recipe"},
+    # tasks: the supervised warm start makes its own examples; align: the trainer logs the mismatch figures.
+    "train": CORE | {"guidance", "nn", "tasks", "align"},
+    "methods": LEAVES | {"recipe", "nn"},
     "tasks": LEAVES,
     "align": CORE | {"guidance"},
     "report": LEAVES,
-    "assets": LEAVES,
+    "assets": LEAVES | {"tasks"},
     "loop": CORE | {"guidance", "nn", "rollout", "train", "methods", "tasks", "align", "report", "assets"},
     "compare": LEAVES | {"report"},
     "cli": LEAVES | {"loop", "compare", "methods", "train", "report", "formats", "guidance"},

@@ -27,6 +27,8 @@ app = typer.Typer(
     add_completion=False,
 )
 
+_INTERRUPTED = 130
+
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A TOML recipe.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
@@ -41,8 +43,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     try:
         code = app(arguments, standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        code = _INTERRUPTED
     except Exception as error:
         if isinstance(error, _user_errors()):
             _print_error(str(error))
@@ -51,6 +52,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
             _print_error(f"{error.format_message()} (tracefp4 --help shows the commands)")
             sys.exit(2)
         raise
+    if code == _INTERRUPTED:  # typer's newer versions turn Ctrl-C into this code, older ones into Abort
+        print("interrupted", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -74,9 +77,7 @@ def train(
     out: Out,
     seeds: Annotated[
         str | None,
-        typer.Option(
-            metavar="0,1,2", help="Train once per seed, into DIR/seed<k>; without it once, into DIR."
-        ),
+        typer.Option(metavar="0,1,2", help="Train once per seed, into DIR/seed<k>; without it once, into DIR."),
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -90,8 +91,7 @@ def train(
         if any(text.partition("=")[0].strip() == SEED_KEY for text in settings):
             raise ConfigError(f"both --seeds and an override set {SEED_KEY}: leave one out")
         planned = [
-            (out / f"seed{seed}", _run_config(recipe, [*settings, f"{SEED_KEY}={seed}"]))
-            for seed in parse_seeds(seeds)
+            (out / f"seed{seed}", _run_config(recipe, [*settings, f"{SEED_KEY}={seed}"])) for seed in parse_seeds(seeds)
         ]
     _train_all(planned, overwrite)
 
@@ -137,10 +137,10 @@ def methods() -> None:
     """List the methods, one line each."""
     from tracefp4.methods import list_methods
 
-    lines = dict(list_methods())
-    width = max(len(name) for name in lines)
-    for name, line in lines.items():
-        print(f"{name:<{width}}  {line}")
+    known = list_methods()
+    width = max(len(method.name) for method in known)
+    for method in known:
+        print(f"{method.name:<{width}}  {method.description}")
 
 
 def parse_seeds(text: str) -> list[int]:

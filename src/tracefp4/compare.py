@@ -55,9 +55,7 @@ class CompareError(TracefpError):
     exit_code = 1
 
 
-def train_command(
-    recipe: str, mode: str, seeds: Sequence[int], mode_dir: Path, overrides: Sequence[str]
-) -> list[str]:
+def train_command(recipe: str, mode: str, seeds: Sequence[int], mode_dir: Path, overrides: Sequence[str]) -> list[str]:
     """`tracefp4 train` of one method, with the interpreter that runs the comparison."""
     names = ",".join(str(seed) for seed in seeds)
     method = f"{METHOD_KEY}={mode}"
@@ -89,9 +87,7 @@ def compare(
     jobs = min(len(modes), jobs or usable_cores())
     threads = max(1, usable_cores() // jobs)
     children = [
-        _Child(
-            mode, command(str(recipe), mode, seeds, out_dir / mode, overrides), out_dir / mode, list(seeds)
-        )
+        _Child(mode, command(str(recipe), mode, seeds, out_dir / mode, overrides), out_dir / mode, list(seeds))
         for mode in modes
     ]
     started = time.monotonic()
@@ -105,9 +101,7 @@ def compare(
     return summary
 
 
-def _check_request(
-    modes: Sequence[str], seeds: Sequence[int], overrides: Sequence[str], jobs: int | None
-) -> None:
+def _check_request(modes: Sequence[str], seeds: Sequence[int], overrides: Sequence[str], jobs: int | None) -> None:
     """Refuses what would only fail, or mislead, after the first run."""
     for name, values in (("--modes", modes), ("--seeds", seeds)):
         if not values:
@@ -120,9 +114,7 @@ def _check_request(
         key = override.partition("=")[0].strip()
         if key in (METHOD_KEY, SEED_KEY):
             flag = "--modes" if key == METHOD_KEY else "--seeds"
-            raise ConfigError(
-                f"the override '{override}' contradicts {flag}, which sets {key} in a comparison"
-            )
+            raise ConfigError(f"the override '{override}' contradicts {flag}, which sets {key} in a comparison")
 
 
 def _prepare(out_dir: Path, modes: Sequence[str], seeds: Sequence[int], overwrite: bool) -> Path:
@@ -249,7 +241,7 @@ def _run_all(
 
 
 def _failure(child: _Child, code: int, console: Console) -> CompareError:
-    console.print(f"last lines of {child.log_path}:", markup=False, highlight=False)
+    console.print(f"last lines of {child.log_path}:", markup=False, highlight=False, soft_wrap=True)
     for line in child.tail():
         console.print("  " + line, markup=False, highlight=False, soft_wrap=True)
     what = f"ended by signal {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"

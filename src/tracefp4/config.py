@@ -152,9 +152,7 @@ def _parse_value(text: str, raw: str) -> Any:
     except tomllib.TOMLDecodeError:
         pass
     if raw[0] in "[{\"'":
-        raise ConfigError(
-            f"the value in the override '{text}' is not valid TOML: check its brackets and quotes"
-        )
+        raise ConfigError(f"the value in the override '{text}' is not valid TOML: check its brackets and quotes")
     return raw
 
 
@@ -275,11 +273,7 @@ class _Explainer:
         if kind in _BOUND_ERRORS:
             return self._range(loc, context)
         if kind in ("literal_error", "enum"):
-            return (
-                f"one of {context['expected']}"
-                if " or " in str(context["expected"])
-                else f"{context['expected']}"
-            )
+            return f"one of {context['expected']}" if " or " in str(context["expected"]) else f"{context['expected']}"
         if kind in ("too_short", "too_long"):
             low, high = context.get("min_length"), context.get("max_length")
             count = f"at least {low}" if kind == "too_short" else f"at most {high}"

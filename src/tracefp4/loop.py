@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,7 @@ class TrainingRun:
         total = len(prompts) * samples
         stride = total / probes if probes else 0
         probed = {int(i * stride) for i in range(min(probes, total))}
-        out = []
+        out: list[Request] = []
         for p in prompts:
             ids = tuple(self.tokenizer(p.text, add_special_tokens=False)["input_ids"])
             for j in range(samples):
@@ -152,7 +153,7 @@ class TrainingRun:
         return out
 
     def score(self, prompt: Prompt, trajectory: Trajectory) -> float:
-        text = self.tokenizer.decode(trajectory.response_ids, skip_special_tokens=True)
+        text = str(self.tokenizer.decode(list(trajectory.response_ids), skip_special_tokens=True))
         # A response that was cut off has not said that it is finished, whatever it has written so far.
         return float(self.task.score(prompt, text)) if trajectory.finish_reason == "stop" else 0.0
 
@@ -179,7 +180,7 @@ class TrainingRun:
         self.engine.update_weights(self.trainer.named_weights(), self.trainer.version)
         clock.append(time.perf_counter())
         tokens = sum(len(t.response_ids) for t in trajectories)
-        rollout_s, train_s, sync_s = (b - a for a, b in zip(clock, clock[1:], strict=False))
+        rollout_s, train_s, sync_s = (b - a for a, b in pairwise(clock))
         timing = {
             "rollout_seconds": rollout_s,
             "train_seconds": train_s,
@@ -217,7 +218,9 @@ class TrainingRun:
         return sum(self.score(p, t) for p, t in zip(prompts, trajectories, strict=True)) / n
 
 
-def run_training(config: RunConfig, run_dir: Path, on_step: Callable[[int, dict[str, float]], None] | None = None) -> dict[str, Any]:
+def run_training(
+    config: RunConfig, run_dir: Path, on_step: Callable[[int, dict[str, float]], None] | None = None
+) -> dict[str, Any]:
     """Trains one method as configured and writes metrics.jsonl, timing.jsonl and run.json to run_dir.
 
     Returns the run's summary: held-out pass rate before and after, with its n. Raises TracefpError for what the user
@@ -247,5 +250,9 @@ def run_training(config: RunConfig, run_dir: Path, on_step: Callable[[int, dict[
                 on_step(index, metrics)
     end = run.evaluate("end")
     if start is not None:
-        summary |= {"eval/pass_rate_start": start, "eval/pass_rate_end": end, "eval/n": config.run.eval_prompts}
+        summary |= {
+            "eval/pass_rate_start": start,
+            "eval/pass_rate_end": end,
+            "eval/n": config.run.eval_prompts,
+        }
     return summary

@@ -43,8 +43,9 @@ class QuantRecipe:
     rule: str = "cell"
 
     def __post_init__(self) -> None:
-        for name in {self.weights, self.activations, self.kv} - {None}:
-            get_format(name)  # raises by name
+        for name in (self.weights, self.activations, self.kv):
+            if name is not None:
+                get_format(name)  # raises by name
         if self.encode_scale not in ENCODE_SCALES:
             raise ValueError(f"encode_scale must be one of {', '.join(ENCODE_SCALES)}, got {self.encode_scale!r}")
         if self.rule not in RULES:
@@ -82,7 +83,7 @@ class QuantRecipe:
 
 
 def resolve_guided_layers(which: str, num_layers: int) -> tuple[int, ...]:
-    """"none", "all" or "deeper-half" (the floor(N/2) deepest) as layer numbers. Raises ValueError otherwise."""
+    """ "none", "all" or "deeper-half" (the floor(N/2) deepest) as layer numbers. Raises ValueError otherwise."""
     if which not in GUIDED_LAYERS:
         raise ValueError(f"guided layers must be one of {', '.join(GUIDED_LAYERS)}, got {which!r}")
     count = {"none": 0, "deeper-half": num_layers // 2, "all": num_layers}[which]

@@ -155,8 +155,14 @@ class TrainBatch:
             response_mask[b, p - 1 : n - 1] = True
             rollout_logprobs[b, p - 1 : n - 1] = t.logprobs
         advantages = torch.tensor([t.advantage for t in trajectories], dtype=torch.float32)
-        moved = (x.to(device) for x in (input_ids, attention_mask, response_mask, rollout_logprobs, advantages))
-        return TrainBatch(*moved, trajectories=trajectories)
+        return TrainBatch(
+            input_ids.to(device),
+            attention_mask.to(device),
+            response_mask.to(device),
+            rollout_logprobs.to(device),
+            advantages.to(device),
+            trajectories,
+        )
 
 
 @runtime_checkable

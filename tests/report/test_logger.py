@@ -22,9 +22,7 @@ from tracefp4.report import (
 def test_lines_are_sorted_and_repeat_exactly(tmp_path: Path) -> None:
     for name in ("a", "b"):
         with RunLogger(tmp_path / name, tensorboard=False) as logger:
-            logger.log(
-                0, {"b": 0.1, "a": 1, "t": torch.tensor(0.5), "n": np.float64(0.25)}, {"step_s": len(name)}
-            )
+            logger.log(0, {"b": 0.1, "a": 1, "t": torch.tensor(0.5), "n": np.float64(0.25)}, {"step_s": len(name)})
             logger.log(3, {"b": 1e-7}, {})
     text = (tmp_path / "a" / "metrics.jsonl").read_text()
     assert text == '{"a": 1, "b": 0.1, "n": 0.25, "step": 0, "t": 0.5}\n{"b": 1e-07, "step": 3}\n'
@@ -94,9 +92,7 @@ def test_run_dir_is_new_or_refused(tmp_path: Path) -> None:
     (run / "checkpoint").mkdir()
     with pytest.raises(RunFolderError) as caught:
         create_run_dir(run)
-    assert str(caught.value) == (
-        f"the run folder {run} is not empty: choose another with --out or pass --overwrite"
-    )
+    assert str(caught.value) == (f"the run folder {run} is not empty: choose another with --out or pass --overwrite")
     create_run_dir(run, overwrite=True)
     assert list(run.iterdir()) == []
 

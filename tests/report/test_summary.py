@@ -117,9 +117,7 @@ def test_a_nonfinite_step_hides_nothing(out: Path) -> None:
 
 def test_a_baseline_of_zero_gives_no_ratio(tmp_path: Path) -> None:
     write_run(tmp_path, "bf16", 0, steps([0], [0], [0]))
-    assert (
-        summarize(tmp_path, ["bf16"], [0])["methods"]["bf16"]["logprob_abs_diff_over_bf16"]["median"] is None
-    )
+    assert summarize(tmp_path, ["bf16"], [0])["methods"]["bf16"]["logprob_abs_diff_over_bf16"]["median"] is None
 
 
 def test_missing_and_broken_runs_are_named(out: Path) -> None:
@@ -155,8 +153,7 @@ def test_markdown(out: Path) -> None:
     )
     assert lines[3] == "| bf16 | 3 [2, 4] | 1.00x | 8.5 | 1.00x | 0.875 [0.75, 1] | - | - | - | - | - |"
     assert lines[5:] == [
-        "Each cell: median of 2 seeds (0, 1), [min, max] over seeds; 5 steps each; "
-        "pass rates on 64 held-out problems.",
+        "Each cell: median of 2 seeds (0, 1), [min, max] over seeds; 5 steps each; pass rates on 64 held-out problems.",
         "",
         "- command: `tracefp4 compare recipes/x.toml`",
         "- commit: unknown (not a checkout)",

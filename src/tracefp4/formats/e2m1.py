@@ -15,9 +15,7 @@ from torch import Tensor
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 # device="cpu" here and below: the tables must be real even where the caller's default device is "meta".
-E2M1_VALUES: Tensor = torch.tensor(
-    [*_MAGNITUDES, *(-v for v in _MAGNITUDES)], dtype=torch.float32, device="cpu"
-)
+E2M1_VALUES: Tensor = torch.tensor([*_MAGNITUDES, *(-v for v in _MAGNITUDES)], dtype=torch.float32, device="cpu")
 """f32 [16]: the value of every code; index 8 is minus zero. Treat as read-only."""
 
 

@@ -36,9 +36,7 @@ class FourOverSix(NvFp4):
 
     error: str = "mse"
 
-    def unrounded_scale(
-        self, amax: Tensor, encode_scale: Tensor | None, choice: Tensor | None = None
-    ) -> Tensor:
+    def unrounded_scale(self, amax: Tensor, encode_scale: Tensor | None, choice: Tensor | None = None) -> Tensor:
         six = super().unrounded_scale(amax, encode_scale)
         return six if choice is None else torch.where(choice.bool(), six * 1.5, six)
 

@@ -21,9 +21,7 @@ class MxFp4(Format):
 
     mode: str = "floor"
 
-    def unrounded_scale(
-        self, amax: Tensor, encode_scale: Tensor | None, choice: Tensor | None = None
-    ) -> Tensor:
+    def unrounded_scale(self, amax: Tensor, encode_scale: Tensor | None, choice: Tensor | None = None) -> Tensor:
         """The block amax itself: the mode rounds its exponent (`round_scale`)."""
         if choice is not None:
             raise FormatError(f"{self.name} has no choice between 4 and 6")

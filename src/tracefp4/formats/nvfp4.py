@@ -54,9 +54,7 @@ def _given_encode_scale(given: float | Tensor, amax: Tensor, name: str) -> Tenso
         given = amax.new_tensor(given)
     s = given.detach().to(device=amax.device, dtype=torch.float32)
     target = (*amax.shape[:-1], 1)
-    fits = s.ndim <= len(target) and all(
-        a in (1, b) for a, b in zip(reversed(s.shape), reversed(target), strict=False)
-    )
+    fits = s.ndim <= len(target) and all(a in (1, b) for a, b in zip(reversed(s.shape), reversed(target), strict=False))
     if not fits:
         raise FormatError(f"{name}: encode scale of shape {tuple(s.shape)} does not broadcast to {target}")
     if s.device.type == "cpu" and not bool(((s > 0) & (s < math.inf)).all()):
@@ -70,9 +68,7 @@ class NvFp4(Format):
 
     exact: bool = False
 
-    def unrounded_scale(
-        self, amax: Tensor, encode_scale: Tensor | None, choice: Tensor | None = None
-    ) -> Tensor:
+    def unrounded_scale(self, amax: Tensor, encode_scale: Tensor | None, choice: Tensor | None = None) -> Tensor:
         if choice is not None:
             raise FormatError(f"{self.name} has no choice between 4 and 6")
         if encode_scale is None:

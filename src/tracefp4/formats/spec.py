@@ -94,9 +94,7 @@ class QuantizedBlocks:
     def to(self, device: torch.device | str) -> QuantizedBlocks:
         """The same blocks with all tensors on a device."""
         encode_scale = None if self.encode_scale is None else self.encode_scale.to(device)
-        return QuantizedBlocks(
-            self.codes.to(device), self.scales.to(device), encode_scale, self.format, self.shape
-        )
+        return QuantizedBlocks(self.codes.to(device), self.scales.to(device), encode_scale, self.format, self.shape)
 
 
 @dataclass(frozen=True)
@@ -150,9 +148,7 @@ class Format(abc.ABC):
         scale = self.effective_scale(blocks.scales, blocks.encode_scale)
         return self._times_block(decode_packed(blocks.codes), scale).to(dtype)
 
-    def operands(
-        self, blocks: QuantizedBlocks, dtype: torch.dtype = torch.bfloat16
-    ) -> tuple[Tensor, Tensor | None]:
+    def operands(self, blocks: QuantizedBlocks, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor | None]:
         """What an FP4 tensor core multiplies, and what its FP32 epilogue applies.
 
         Returns:
@@ -194,9 +190,7 @@ class Format(abc.ABC):
         return self._resolve(self._block_amax(self._input(x)), encode_scale)
 
     @abc.abstractmethod
-    def unrounded_scale(
-        self, amax: Tensor, encode_scale: Tensor | None, choice: Tensor | None = None
-    ) -> Tensor:
+    def unrounded_scale(self, amax: Tensor, encode_scale: Tensor | None, choice: Tensor | None = None) -> Tensor:
         """Block scale before it is rounded to a byte.
 
         Args:
@@ -256,8 +250,7 @@ class Format(abc.ABC):
         length = x.shape[-1] if x.ndim else 0
         if length == 0 or length % self.block_size:
             raise FormatError(
-                f"{self.name}: last dimension {length} is not a positive multiple "
-                f"of the block size {self.block_size}"
+                f"{self.name}: last dimension {length} is not a positive multiple of the block size {self.block_size}"
             )
         return x.to(torch.float32)
 

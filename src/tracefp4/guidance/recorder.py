@@ -25,7 +25,13 @@ class SlotRecorder:
     """
 
     def __init__(
-        self, recipe: QuantRecipe, layers: Sequence[int], bits: float, num_slots: int, widths: Mapping[str, int], device: str
+        self,
+        recipe: QuantRecipe,
+        layers: Sequence[int],
+        bits: float,
+        num_slots: int,
+        widths: Mapping[str, int],
+        device: str,
     ) -> None:
         self.recipe_hash = recipe.hash
         self.layers = tuple(layers)
@@ -46,7 +52,9 @@ class SlotRecorder:
             else:
                 self._static_scale[site] = None if kind is None else torch.tensor(float(kind))
 
-    def write(self, slots: Tensor, blocks: Mapping[tuple[str, int], QuantizedBlocks], rows: Tensor | None = None) -> None:
+    def write(
+        self, slots: Tensor, blocks: Mapping[tuple[str, int], QuantizedBlocks], rows: Tensor | None = None
+    ) -> None:
         """Packs a step's blocks into its slots. rows int64: only these rows of the step (slots match them)."""
         for (site, layer), b in blocks.items():
             i = self._index.get(layer)

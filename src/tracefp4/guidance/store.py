@@ -77,7 +77,7 @@ class TrajectoryGuidance:
             if scale is not None:
                 tensors.append(scale)
         for t in tensors:
-            crc = zlib.crc32(t.contiguous().view(-1).view(torch.uint8).numpy(), crc)
+            crc = zlib.crc32(memoryview(t.contiguous().view(-1).view(torch.uint8).numpy()), crc)
         return crc
 
 
@@ -110,7 +110,9 @@ class MemoryStore:
             raise GuidanceError(f"missing: no guidance of sample {handle.sample_id}")
         record, crc = self._records[handle.sample_id]
         if record.rows != handle.rows:
-            raise GuidanceError(f"rows: sample {handle.sample_id} has {record.rows} rows, its handle says {handle.rows}")
+            raise GuidanceError(
+                f"rows: sample {handle.sample_id} has {record.rows} rows, its handle says {handle.rows}"
+            )
         if record.recipe_hash != handle.recipe_hash:
             raise GuidanceError(
                 f"recipe: sample {handle.sample_id} was recorded under {record.recipe_hash}, "

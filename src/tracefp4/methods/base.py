@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-
 from dataclasses import dataclass
 
 from pydantic import Field
@@ -39,7 +38,10 @@ class Guidance:
 
 @dataclass(frozen=True)
 class Method:
-    """One mode of the trainer. quantized: the rollout runs in FP4. forward: the trainer's. guidance: None records nothing."""
+    """One mode of the trainer.
+
+    quantized: the rollout runs in FP4. forward: what the trainer mirrors. guidance: None records nothing.
+    """
 
     name: str
     description: str
@@ -84,5 +86,3 @@ def get_method(name: str) -> Method:
 
 def list_methods() -> list[Method]:
     return list(_METHODS.values())
-
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -17,12 +18,16 @@ def load_policy(path: Path, dtype: str) -> PreTrainedModel:
     random numbers and only log it.
     """
     AutoConfig.from_pretrained(path, local_files_only=True)
-    model, info = AutoModelForCausalLM.from_pretrained(
+    # The annotation: transformers types the return value without the loading info.
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         path, dtype=getattr(torch, dtype), local_files_only=True, output_loading_info=True
     )
+    model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
         raise TracefpError(f"checkpoint {path} lacks weight {missing[0]} ({len(missing)} missing in all)")
     if info["mismatched_keys"]:
-        raise TracefpError(f"checkpoint {path} has weights of another shape than its config: {info['mismatched_keys'][0]}")
-    return model
+        raise TracefpError(
+            f"checkpoint {path} has weights of another shape than its config: {info['mismatched_keys'][0]}"
+        )
+    return model  # type: ignore[no-any-return]

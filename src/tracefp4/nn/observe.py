@@ -61,7 +61,9 @@ class SiteObserver:
             self._compare(s, when, truth, truth_values, blocks)
 
     @staticmethod
-    def _compare(s: dict[str, float], when: str, truth: QuantizedBlocks, truth_values: Tensor, mine: QuantizedBlocks) -> None:
+    def _compare(
+        s: dict[str, float], when: str, truth: QuantizedBlocks, truth_values: Tensor, mine: QuantizedBlocks
+    ) -> None:
         step = slot_index(mine.unpacked_codes()) - slot_index(truth.unpacked_codes())
         differs = step != 0
         scale_differs = mine.scales != truth.scales
@@ -107,5 +109,3 @@ class SiteObserver:
             out["code_mismatch/one_slot"] = s["one_slot/before"] / s["near/before"]
             out["code_mismatch/up"] = s["up/before"] / s["near/before"]
         return out
-
-

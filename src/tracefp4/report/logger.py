@@ -5,6 +5,7 @@
     timing.jsonl    the same for wall-clock figures, which never repeat
     config.json     the resolved config          (written by the command line)
     final.json      the summary of the whole run (written by the command line, unless the loop did)
+    run.json        commit, versions, hardware   (written by the loop)
     tensorboard/    the same scalars as event files
 
 NaN and infinity are not JSON: they are written as null, counted in `RunLogger.nonfinite`, and warned about
@@ -26,7 +27,7 @@ from typing import Any
 from tracefp4.errors import TracefpError
 
 METRICS, TIMING, CONFIG, FINAL = "metrics.jsonl", "timing.jsonl", "config.json", "final.json"
-_OURS = frozenset({METRICS, TIMING, CONFIG, FINAL, "tensorboard"})
+_OURS = frozenset({METRICS, TIMING, CONFIG, FINAL, "run.json", "tensorboard"})
 
 
 class RunFolderError(TracefpError):
@@ -41,13 +42,9 @@ def create_run_dir(path: str | Path, *, overwrite: bool = False) -> Path:
     path = ensure_dir(path)
     present = {entry.name for entry in path.iterdir()}
     if present and not overwrite:
-        raise RunFolderError(
-            f"the run folder {path} is not empty: choose another with --out or pass --overwrite"
-        )
+        raise RunFolderError(f"the run folder {path} is not empty: choose another with --out or pass --overwrite")
     if present and METRICS not in present and not present <= _OURS:
-        raise RunFolderError(
-            f"{path} holds no tracefp4 run, so --overwrite leaves it alone: choose another --out"
-        )
+        raise RunFolderError(f"{path} holds no tracefp4 run, so --overwrite leaves it alone: choose another --out")
     for entry in path.iterdir():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
@@ -106,9 +103,7 @@ class RunLogger:
         metrics = self.run_dir / METRICS
         ensure_dir(self.run_dir)
         if metrics.exists() and metrics.stat().st_size:
-            raise RunFolderError(
-                f"{metrics} is of another run: choose another folder with --out or pass --overwrite"
-            )
+            raise RunFolderError(f"{metrics} is of another run: choose another folder with --out or pass --overwrite")
         for name in (METRICS, TIMING):
             (self.run_dir / name).touch()
         self._writer = _summary_writer(self.run_dir) if tensorboard else None
@@ -151,9 +146,7 @@ class RunLogger:
         self.nonfinite += 1
         if name not in self._warned:
             self._warned.add(name)
-            warnings.warn(
-                f"the metric {name} is {number} and is logged as null", RuntimeWarning, stacklevel=3
-            )
+            warnings.warn(f"the metric {name} is {number} and is logged as null", RuntimeWarning, stacklevel=3)
         return None
 
 

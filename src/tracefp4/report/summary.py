@@ -49,9 +49,7 @@ def summarize(out_dir: str | Path, modes: Sequence[str], seeds: Sequence[int]) -
     for mode in modes:
         for figure in ("logprob_abs_diff_mean", "logprob_abs_diff_max"):
             name = figure.removesuffix("_mean") + "_over_bf16"
-            methods[mode][name] = _ratio(
-                methods[mode][figure], methods.get(BASELINE, {}).get(figure), len(seeds)
-            )
+            methods[mode][name] = _ratio(methods[mode][figure], methods.get(BASELINE, {}).get(figure), len(seeds))
     counts = {count for method in methods.values() for count in method["steps"]}
     return {
         "methods": methods,
@@ -79,9 +77,7 @@ def _method(folder: Path, mode: str, seeds: Sequence[int]) -> dict[str, Any]:
     finals = [_read_final(folder / f"seed{seed}" / FINAL) for seed in seeds]
     return {
         "logprob_abs_diff_mean": spread([over_steps(run, "mismatch/logprob_abs_diff_mean") for run in runs]),
-        "logprob_abs_diff_max": spread(
-            [over_steps(run, "mismatch/logprob_abs_diff_max", max) for run in runs]
-        ),
+        "logprob_abs_diff_max": spread([over_steps(run, "mismatch/logprob_abs_diff_max", max) for run in runs]),
         "reward": spread([over_steps(last_quarter(run), "reward/mean") for run in runs]),
         "code_mismatch_before": spread([over_steps(run, "code_mismatch/before") for run in runs]),
         "code_mismatch_after": spread([over_steps(run, "code_mismatch/after") for run in runs]),
@@ -94,9 +90,7 @@ def _method(folder: Path, mode: str, seeds: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def over_steps(
-    lines: Sequence[Line], key: str, reduce: Callable[[list[float]], float] | None = None
-) -> Figure:
+def over_steps(lines: Sequence[Line], key: str, reduce: Callable[[list[float]], float] | None = None) -> Figure:
     """`reduce` (the mean unless told) over the steps that carry `key`; None if none does or one is null."""
     values = [line[key] for line in lines if key in line]
     if not values or None in values:

@@ -40,9 +40,7 @@ _COLUMNS: list[tuple[str, str, Callable[[float], str], bool]] = [
 def table_rows(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Headings, and a row of text per method in the summary's order; a column no method fills is left out."""
     methods = [summary["methods"][mode] for mode in summary["modes"]]
-    columns = [
-        column for column in _COLUMNS if any(method[column[1]]["median"] is not None for method in methods)
-    ]
+    columns = [column for column in _COLUMNS if any(method[column[1]]["median"] is not None for method in methods)]
     rows = [
         [mode, *(_cell(method[figure], form, ranged) for _, figure, form, ranged in columns)]
         for mode, method in zip(summary["modes"], methods, strict=True)
@@ -63,15 +61,9 @@ def caption(summary: dict[str, Any]) -> str:
     """What a cell is: 'median of 3 seeds (0, 1, 2), [min, max] over seeds; 50 steps'."""
     seeds = summary["seeds"]
     names = ", ".join(str(seed) for seed in seeds)
-    what = (
-        f"seed {names}"
-        if len(seeds) == 1
-        else f"median of {len(seeds)} seeds ({names}), [min, max] over seeds"
-    )
+    what = f"seed {names}" if len(seeds) == 1 else f"median of {len(seeds)} seeds ({names}), [min, max] over seeds"
     steps = summary["steps"]
-    text = f"{what}; " + (
-        f"{steps} step{'' if steps == 1 else 's'} each" if steps else "differing numbers of steps"
-    )
+    text = f"{what}; " + (f"{steps} step{'' if steps == 1 else 's'} each" if steps else "differing numbers of steps")
     problems = {n for method in summary["methods"].values() for n in method["pass_rate_n"] if n is not None}
     if len(problems) == 1:
         text += f"; pass rates on {problems.pop():g} held-out problems"

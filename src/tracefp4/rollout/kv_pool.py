@@ -61,7 +61,14 @@ class QuantizedKVPool(KVPool):
     """
 
     def __init__(
-        self, layers: int, slots: int, heads: int, head_dim: int, format_name: str, encode_scale: float | None, device: str
+        self,
+        layers: int,
+        slots: int,
+        heads: int,
+        head_dim: int,
+        format_name: str,
+        encode_scale: float | None,
+        device: str,
     ) -> None:
         self.format: Format = get_format(format_name)
         if head_dim % self.format.block_size:

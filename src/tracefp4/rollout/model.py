@@ -53,7 +53,9 @@ class ModelShape:
         c = config
         model_type = getattr(c, "model_type", None)
         if model_type != "qwen3_moe":
-            raise TracefpError(f"the rollout engine runs qwen3_moe models, not {model_type!r}; choose such a checkpoint")
+            raise TracefpError(
+                f"the rollout engine runs qwen3_moe models, not {model_type!r}; choose such a checkpoint"
+            )
         rope = dict(getattr(c, "rope_parameters", None) or {})
         for field, ok, value in (
             ("rope_type", rope.get("rope_type", "default") == "default", rope.get("rope_type")),
@@ -62,12 +64,12 @@ class ModelShape:
             ("attention_bias", not c.attention_bias, c.attention_bias),
         ):
             if not ok:
-                raise TracefpError(f"the rollout engine does not support {field} = {value!r} of this checkpoint's config")
+                raise TracefpError(
+                    f"the rollout engine does not support {field} = {value!r} of this checkpoint's config"
+                )
         layers = c.num_hidden_layers
         dense = {
-            i
-            for i in range(layers)
-            if i in c.mlp_only_layers or c.num_experts == 0 or (i + 1) % c.decoder_sparse_step
+            i for i in range(layers) if i in c.mlp_only_layers or c.num_experts == 0 or (i + 1) % c.decoder_sparse_step
         }
         heads, hidden = c.num_attention_heads, c.hidden_size
         return ModelShape(
@@ -272,7 +274,13 @@ class RolloutModel:
         pad = step.pad_index
         q_positions = torch.where(pad >= 0, step.positions[pad], -1)
         out = paged_attention(
-            q[pad], k_ctx, v_ctx, q_positions, s.head_dim**-0.5, k_epilogue=pool.epilogue, v_epilogue=pool.epilogue
+            q[pad],
+            k_ctx,
+            v_ctx,
+            q_positions,
+            s.head_dim**-0.5,
+            k_epilogue=pool.epilogue,
+            v_epilogue=pool.epilogue,
         )
         flat = torch.empty(N, s.heads * s.head_dim, dtype=self.dtype, device=h_NH.device)
         real = pad >= 0

@@ -14,7 +14,13 @@ class MasterOptimizer:
     """
 
     def __init__(
-        self, model: nn.Module, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, grad_clip: float
+        self,
+        model: nn.Module,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        grad_clip: float,
     ) -> None:
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.masters = [p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for p in self.params]

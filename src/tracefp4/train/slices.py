@@ -51,7 +51,11 @@ def usable_rows(
 
 
 def fetch(
-    store: GuidanceStore, handle: GuidanceHandle | None, trajectory: Trajectory, recipe: QuantRecipe, counts: RowCounts
+    store: GuidanceStore,
+    handle: GuidanceHandle | None,
+    trajectory: Trajectory,
+    recipe: QuantRecipe,
+    counts: RowCounts,
 ) -> TrajectoryGuidance | None:
     """The record of a trajectory, or None with its rows counted by reason. Never waits, never guesses."""
     rows = trajectory.num_rows
@@ -112,7 +116,6 @@ def assemble(
             row_scale = static if scale is None else scale[i].view(B * T, 1)
             out[site, layer] = CompactGuidance(header, payload[i].view(B * T, -1), row_scale, valid.view(-1))
     return out
-
 
 
 def replayed_experts(

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tracefp4.align.metrics import importance_metrics, mismatch_metrics
@@ -81,7 +81,9 @@ class GRPOTrainer:
         seed: int = 0,
         device: str = "cpu",
     ) -> None:
-        self.model = model.to(device=device, dtype=getattr(torch, config.dtype)).train()  # type: ignore[arg-type]
+        module: nn.Module = model
+        module.to(device=device, dtype=getattr(torch, config.dtype)).train()
+        self.model = model
         self.recipe, self.config, self.device = recipe, config, device
         self.temperature, self.pad_id = temperature, pad_id
         self.context = prepare_model(self.model, recipe, forward)
@@ -164,9 +166,7 @@ class GRPOTrainer:
             old.append(logprobs[m.batch.response_mask])
             rollout.append(m.batch.rollout_logprobs[m.batch.response_mask])
         old_all, rollout_all = torch.cat(old), torch.cat(rollout)
-        return mismatch_metrics(old_all, rollout_all) | importance_metrics(
-            old_all - rollout_all, self.config.tis_cap
-        )
+        return mismatch_metrics(old_all, rollout_all) | importance_metrics(old_all - rollout_all, self.config.tis_cap)
 
     def _optimizer_step(self, mini: list[_Micro]) -> dict[str, float]:
         c = self.config

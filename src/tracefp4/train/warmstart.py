@@ -53,9 +53,7 @@ class ModelConfig(BaseModel):
     @model_validator(mode="after")
     def _counts_fit(self) -> Self:
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads = {self.num_heads} is no multiple of {self.num_kv_heads} = num_kv_heads"
-            )
+            raise ValueError(f"num_heads = {self.num_heads} is no multiple of {self.num_kv_heads} = num_kv_heads")
         if self.num_experts_per_token > self.num_experts:
             raise ValueError(f"num_experts_per_token is above num_experts = {self.num_experts}")
         return self
@@ -174,9 +172,7 @@ def build_model(config: WarmstartConfig, tokenizer: PreTrainedTokenizerBase) -> 
     return Qwen3MoeForCausalLM(hf_config).float()
 
 
-def supervised_batch(
-    task: Task, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase
-) -> dict[str, torch.Tensor]:
+def supervised_batch(task: Task, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase) -> dict[str, torch.Tensor]:
     """Right-padded rows of prompt + solution + end-of-sequence.
 
     Returns:
@@ -237,9 +233,7 @@ def sample_responses(
     written: list[torch.Tensor] = []
     cache = None
     for _ in range(max_new_tokens):
-        out = model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
-        )
+        out = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
         cache = out.past_key_values
         probs = (out.logits[:, -1].float() / temperature).softmax(-1)
         token = torch.multinomial(probs, 1, generator=generator)
