@@ -108,6 +108,19 @@ def test_overwrite(loop: FakeLoop, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(Path("out/metrics.jsonl").read_text().splitlines()) == 2
 
 
+def test_a_run_without_a_step_leaves_its_folder_free(loop: FakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_model(config: FakeConfig, run_dir: Path) -> dict[str, Any]:
+        raise TracefpError("model.path is no checkpoint")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "run_training", no_model)
+        assert run("train", "r.toml", "--out", "out") == 2
+        assert list(Path("out").iterdir()) == []
+    loop.fail = TracefpError("the store is full")
+    assert run("train", "r.toml", "--out", "out") == 2
+    assert Path("out/metrics.jsonl").read_text().count("\n") == 2  # steps are kept
+
+
 def test_no_seed_starts_if_one_folder_is_taken(loop: FakeLoop) -> None:
     Path("out/seed1").mkdir(parents=True)
     Path("out/seed1/metrics.jsonl").write_text("{}\n")

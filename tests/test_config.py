@@ -192,6 +192,14 @@ def test_all_problems_are_named(recipe: str) -> None:
     )
 
 
+def test_a_file_that_is_no_recipe_does_not_flood(recipe: str) -> None:
+    Path(recipe).write_text('name = "a"\n' + "".join(f"[zz{number}]\n" for number in range(9)))
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe, [], Recipe)
+    assert str(caught.value).count("unknown key") == 3
+    assert str(caught.value).endswith("; and 6 more problems")
+
+
 @pytest.mark.parametrize(
     ("body", "where"),
     [

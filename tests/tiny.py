@@ -22,7 +22,7 @@ def tiny_config(**overrides: Any) -> Qwen3MoeConfig:
 
     initializer_range .08 spreads the logits, so that greedy choices are no ties.
     """
-    sizes: dict[str, Any] = dict(
+    sizes: dict[str, Any] = dict(  # noqa: C408
         vocab_size=32,
         hidden_size=64,
         intermediate_size=64,
@@ -44,24 +44,30 @@ def tiny_config(**overrides: Any) -> Qwen3MoeConfig:
 
 
 def tiny_weights(config: Qwen3MoeConfig, seed: int = 0) -> dict[str, Tensor]:
-    """FP32 state dict of random weights; norm weights are random too, so that a forgotten one shows."""
+    """FP32 state dict of random weights.
+
+    Norm weights are random too, so that a forgotten one shows, and so is the embedding of the padding token, which
+    transformers sets to 0: its rows would be all zeros.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         state = Qwen3MoeForCausalLM(config).state_dict()
         weights = {name: w.clone() for name, w in state.items()}
+        embed = weights["model.embed_tokens.weight"]
+        embed[config.pad_token_id] = config.initializer_range * torch.randn_like(embed[0])
         for name in weights:
             if "norm" in name:
                 weights[name] = 1.0 + 0.2 * torch.randn_like(weights[name])
     return weights
 
 
-def tiny_model(
-    config: Qwen3MoeConfig, dtype: str | torch.dtype = torch.float32, seed: int = 0
-) -> Qwen3MoeForCausalLM:
+def tiny_model(config: Qwen3MoeConfig, dtype: str | torch.dtype = torch.float32, seed: int = 0) -> Qwen3MoeForCausalLM:
     """The transformers model with ``tiny_weights(config, seed)``, in eval mode."""
     model = Qwen3MoeForCausalLM(config)
     model.load_state_dict(tiny_weights(config, seed))
-    return model.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype).eval()
+    for p in model.parameters():  # not model.to(dtype): the rotary frequencies are FP32 buffers
+        p.data = p.data.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+    return model.eval()
 
 
 def tiny_requests(

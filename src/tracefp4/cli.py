@@ -164,14 +164,20 @@ def _train_all(planned: list[tuple[Path, RunConfig]], overwrite: bool) -> None:
     """Runs one after another; every folder is made, or refused, before the first run starts."""
     from tracefp4.loop import run_training
     from tracefp4.report import create_run_dir, write_json_atomic
-    from tracefp4.report.logger import CONFIG, FINAL
+    from tracefp4.report.logger import CONFIG, FINAL, METRICS
 
     for run_dir, _ in planned:
         create_run_dir(run_dir, overwrite=overwrite)
     for run_dir, config in planned:
         started = time.monotonic()
         write_json_atomic(run_dir / CONFIG, resolved(config))
-        final = run_training(config, run_dir)
+        try:
+            final = run_training(config, run_dir)
+        except BaseException:
+            metrics = run_dir / METRICS
+            if not metrics.exists() or not metrics.stat().st_size:
+                create_run_dir(run_dir, overwrite=True)  # nothing was learned: the same command may try again
+            raise
         if not (run_dir / FINAL).exists():
             write_json_atomic(run_dir / FINAL, final)
         print(f"{run_dir}: done in {time.monotonic() - started:.1f} s", flush=True)

@@ -132,12 +132,14 @@ def _prepare(out_dir: Path, modes: Sequence[str], seeds: Sequence[int], overwrit
 
 
 def _child_environment(threads: int) -> dict[str, str]:
-    # torch takes its thread count from OMP_NUM_THREADS. Unbuffered, so that log.txt is whole if a child dies.
+    # torch takes its thread count from OMP_NUM_THREADS. Unbuffered, so that log.txt is whole if a child dies;
+    # without tqdm's bars, which are noise in a file.
     return {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "PYTHONUNBUFFERED": "1",
+        "TQDM_DISABLE": "1",
     }
 
 
@@ -334,7 +336,8 @@ class _Lines:
 def _print_result(summary: dict[str, Any], out_dir: Path) -> None:
     """The table and where its numbers come from, on standard output."""
     console = Console()
-    # Without a terminal rich assumes 80 columns and folds the headings to shreds.
-    console.print(rich_table(summary), width=None if console.is_terminal else 200)
+    if not console.is_terminal:  # rich assumes 80 columns then, which folds the headings to shreds
+        console = Console(width=200)
+    console.print(rich_table(summary, transposed=console.width < 140))
     for line in [*provenance_lines(summary), f"written: {out_dir / SUMMARY}, {out_dir / TABLE}"]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -33,7 +33,7 @@ _KEY = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 
 
 class ConfigError(TracefpError, ValueError):
-    """A recipe or an override that cannot be used; several problems are joined by semicolons."""
+    """A recipe or an override that cannot be used; the first three problems are joined by semicolons."""
 
 
 class StrictModel(BaseModel):
@@ -60,7 +60,7 @@ def load_config(path: str | Path, overrides: list[str], model: type[Model]) -> M
     except ValidationError as error:
         raise ConfigError(explainer.explain(error)) from None
     if coerced := [explainer.wrong_type(*found) for found in _coerced(data, config)]:
-        raise ConfigError("; ".join(coerced))
+        raise ConfigError(_joined(coerced))
     return config
 
 
@@ -113,7 +113,7 @@ def did_you_mean(word: str, choices: list[str], prefix: str = "") -> str:
     near = difflib.get_close_matches(word, choices, n=2, cutoff=0.6)
     if near:
         return f"; did you mean {' or '.join(prefix + name for name in near)}?"
-    return f"; known here: {', '.join(prefix + name for name in choices)}" if 0 < len(choices) <= 12 else ""
+    return f"; known here: {', '.join(prefix + name for name in choices)}" if 0 < len(choices) <= 24 else ""
 
 
 # Files and overrides
@@ -223,7 +223,7 @@ class _Explainer:
         by_key: dict[Loc, list[ErrorDetails]] = {}
         for detail in error.errors(include_url=False):
             by_key.setdefault(self._key_of(detail), []).append(detail)
-        return "; ".join(self._sentence(loc, details) for loc, details in by_key.items())
+        return _joined([self._sentence(loc, details) for loc, details in by_key.items()])
 
     def _key_of(self, detail: ErrorDetails) -> Loc:
         """The location without the names of union branches, which are no keys the user wrote."""
@@ -390,6 +390,13 @@ def _all_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         yield prefix + name
         for inner in _models_in(field.annotation):
             yield from _all_paths(inner, f"{prefix}{name}.")
+
+
+def _joined(sentences: list[str]) -> str:
+    """At most three problems: a file that is no recipe at all has dozens."""
+    more = len(sentences) - 3
+    tail = [f"and {more} more problem{'s' if more > 1 else ''}"] if more > 0 else []
+    return "; ".join(sentences[:3] + tail)
 
 
 def _dotted(loc: Loc) -> str:

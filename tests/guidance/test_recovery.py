@@ -2,8 +2,9 @@
 
 The rollout quantizes Gaussian activations of hidden size 2048 at a static scale; the trainer sees
 x * (1 + eps * N(0, 1)), or the same matmul summed in another order. A value counts where its slot and its
-scale both equal the rollout's. (+0 and -0 are one slot: a value that rounds to zero keeps the sign the
-trainer sees.)
+scale both equal the rollout's. (+0 and -0 are one slot: a value that rounds to zero keeps the sign the trainer
+sees.) S is the one that the table's 3.1 M values have on average: the expected maximum of so many normal
+values is 5.2.
 
 Tolerances are 3 standard deviations of the difference of two measured shares, the one here (SAMPLES values)
 and the table's (3.1 M values): 3 * sqrt(p (1 - p) (1/n + 1/n_table)). At widths that name the scale by a
@@ -11,6 +12,7 @@ few bits n counts blocks, not values, since a missed scale takes the 16 values o
 table says 1.0, not one value may miss.
 """
 
+import functools
 import math
 
 import pytest
@@ -22,6 +24,7 @@ from tracefp4.guidance import decode, encode
 
 ROWS, HIDDEN = 400, 2048
 SAMPLES, TABLE_SAMPLES = ROWS * HIDDEN, 3_100_000
+S = torch.tensor(448 * 6 / 5.2)
 
 # noise: {bits per value: share}
 TABLE = {
@@ -37,6 +40,7 @@ def tolerance(share: float, group: int) -> float:
     return 3 * math.sqrt(share * (1 - share) * group * (1 / SAMPLES + 1 / TABLE_SAMPLES))
 
 
+@functools.cache
 def noisy(eps: float, seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(ROWS, HIDDEN, generator=generator)
@@ -52,9 +56,10 @@ def share(chosen: QuantizedBlocks, rollout: QuantizedBlocks) -> float:
 @pytest.mark.parametrize("eps", TABLE)
 def test_nvfp4_shares(eps: float) -> None:
     x, y = noisy(eps)
-    rollout = get_format("nvfp4").quantize(x, encode_scale="tensor")
-    own = share(get_format("nvfp4").quantize(y, encode_scale=rollout.encode_scale), rollout)
-    assert own == pytest.approx(NEAREST[eps], abs=tolerance(NEAREST[eps], 16) + 5e-4)  # 3 digits
+    rollout = get_format("nvfp4").quantize(x, encode_scale=S)
+    own = share(get_format("nvfp4").quantize(y, encode_scale=S), rollout)
+    # Without guidance it matters where scales lie between powers of two: S alone moves these by up to .008.
+    assert own == pytest.approx(NEAREST[eps], abs=tolerance(NEAREST[eps], 16) + 0.008)
     for bits, expected in TABLE[eps].items():
         got = share(decode(encode(rollout, bits), y)[0], rollout)
         assert got >= expected - tolerance(expected, 16), f"{bits} bits: {got:.7f}, table {expected}"
@@ -69,7 +74,7 @@ def test_whole_scale_at_6_percent_equals_the_rules_own_arithmetic() -> None:
     eps = 0.06
     x, y = noisy(eps)
     fmt = get_format("nvfp4")
-    rollout = fmt.quantize(x, encode_scale="tensor")
+    rollout = fmt.quantize(x, encode_scale=S)
     got = share(decode(encode(rollout, 1.5), y)[0], rollout)
 
     z = fmt.scaled(x, rollout.scales, rollout.encode_scale).abs().double()
@@ -87,17 +92,18 @@ def test_whole_scale_at_6_percent_equals_the_rules_own_arithmetic() -> None:
 @pytest.mark.xfail(strict=True, reason="the cell rule gives .9997 here, see the test above")
 def test_whole_scale_at_6_percent_meets_the_table() -> None:
     x, y = noisy(0.06)
-    rollout = get_format("nvfp4").quantize(x, encode_scale="tensor")
+    rollout = get_format("nvfp4").quantize(x, encode_scale=S)
     assert share(decode(encode(rollout, 1.5), y)[0], rollout) >= 0.9999 - tolerance(0.9999, 1) - 5e-5
 
 
-def test_bracket_is_equal_at_small_noise_and_a_little_worse_above() -> None:
-    for eps, low, high in ((0.016, 0.0, 0.001), (0.06, 1e-4, 0.02)):
-        x, y = noisy(eps)
-        rollout = get_format("nvfp4").quantize(x, encode_scale="tensor")
-        record = encode(rollout, 1.125)
-        cell, bracket = share(decode(record, y)[0], rollout), share(decode(record, y, "bracket")[0], rollout)
-        assert low <= cell - bracket <= high, (eps, cell, bracket)
+@pytest.mark.parametrize("eps", TABLE)
+def test_bracket_finds_as_many_slots_as_cell(eps: float) -> None:
+    """The two rules miss different values, 3 in 10,000 of each at 6 %; below that they hit the same."""
+    x, y = noisy(eps)
+    rollout = get_format("nvfp4").quantize(x, encode_scale=S)
+    record = encode(rollout, 1.5)
+    cell, bracket = share(decode(record, y)[0], rollout), share(decode(record, y, "bracket")[0], rollout)
+    assert abs(cell - bracket) <= tolerance(cell, 1), (cell, bracket)
 
 
 @pytest.mark.parametrize(("parts", "nearest"), [(2, 0.981), (8, 0.962)])
@@ -128,7 +134,7 @@ def test_tensor_parallel_noise_is_removed_entirely(parts: int, nearest: float) -
 @pytest.mark.parametrize("eps", TABLE)
 def test_mxfp4_one_scale_bit_equals_the_whole_scale(mode: str, eps: float) -> None:
     x, y = noisy(eps)
-    x, y = x[:200], y[:200]
+    x, y = x[:100], y[:100]
     rollout = get_format(f"mxfp4-{mode}").quantize(x, encode_scale=None)
     one_bit, _ = decode(encode(rollout, 1.03125), y)
     whole, _ = decode(encode(rollout, 1.25), y)
@@ -143,7 +149,7 @@ def test_4over6_choice_and_one_bit_equal_nvfp4_with_one_bit(eps: float) -> None:
     """Given the choice, 4over6's scale is named by one bit exactly as well as NVFP4's at 1.0625 bits."""
     x, y = noisy(eps)
     for name in ("nvfp4-4over6", "nvfp4-4over6-448-mse"):
-        rollout = get_format(name).quantize(x, encode_scale="tensor")
+        rollout = get_format(name).quantize(x, encode_scale=S)
         got = share(decode(encode(rollout, 1.125), y)[0], rollout)
         expected = TABLE[eps][1.0625]
         assert got >= expected - tolerance(expected, 16), (name, got)

@@ -172,6 +172,7 @@ def test_consistent_nonsense_is_refused_too() -> None:
         (b'"bits":1.5', b'"bits":1.7', "valid widths"),
         (b'"shape":[2,16]', b'"shape":[9,16]', "header describes"),
         (b'"nvfp4"', b'"nvfpX"', "no guidance is defined"),
+        (b'"nvfp4"', b"1234567", "header cannot be read"),
         (b'"block_size":16', b'"block_size":32', "block size 32"),
         (b'"format_version":1', b'"format_version":2', "version 2 is unknown"),
         (b'"recipe_hash"', b'"recipe_hasH"', "header cannot be read"),

@@ -65,13 +65,13 @@ def test_static_and_power_of_two_scales() -> None:
 
 
 def test_the_value_is_not_x_plus_a_difference() -> None:
-    """x + (v - x) rounds away from v; the op must return v itself."""
-    x = (gaussian(64, 256) * 3).requires_grad_()
-    fmt = get_format("nvfp4")
-    v = fmt.dequantize(fmt.quantize(x.detach()))
-    detour = x + (v - x).detach()
-    assert not torch.equal(detour, v)
-    assert torch.equal(fake_quantize(x, "nvfp4"), v)
+    """x + (v - x) rounds away from v where v is the farther neighbour; the op must return v itself."""
+    fmt, x = get_format("nvfp4"), gaussian(64, 256)
+    guidance = encode(fmt.quantize(x), 1.5)
+    guidance.payload[:, : 256 // 8] ^= 255  # every mantissa bit the other way
+    v = fmt.dequantize(decode(guidance, x)[0])
+    assert not torch.equal(x + (v - x), v)
+    assert torch.equal(guided_round(x.requires_grad_(), guidance), v)
 
 
 def test_rows_without_a_record_are_rounded_to_nearest_and_keep_the_gradient() -> None:

@@ -1,5 +1,6 @@
 """Exact figures of the summary on made-up metrics, and the tables made from it."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -157,15 +158,18 @@ def test_markdown(out: Path) -> None:
         "",
         "- command: `tracefp4 compare recipes/x.toml`",
         "- commit: unknown (not a checkout)",
-        "- hardware: Some CPU, 2 cores; 2 runs at once with 1 threads each",
+        "- hardware: Some CPU, 2 cores; runs at once: 2, threads of each: 1",
         "- versions: python 3.11.7, torch 2.13.0",
     ]
 
 
-def test_terminal_table_has_the_same_cells(out: Path) -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_terminal_table_has_the_same_cells(out: Path, transposed: bool) -> None:
     summary = {**summarize(out, ["bf16", "trace"], [0, 1]), **FACTS}
-    console = Console(width=250, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(rich_table(summary))
+    console = Console(width=250, record=True, file=io.StringIO())
+    console.print(rich_table(summary, transposed=transposed))
     text = console.export_text()
-    for cell in (cell for row in table_rows(summary)[1] for cell in row):
+    headings, rows = table_rows(summary)
+    for cell in (*headings, *(cell for row in rows for cell in row)):
         assert cell in text
+    assert "[min, max] over seeds" in text

@@ -11,6 +11,7 @@ from tracefp4.train.warmstart import (
     IGNORED_LABEL,
     WarmstartConfig,
     WarmstartError,
+    balance_loss,
     load_config,
     main,
     run_warmstart,
@@ -159,3 +160,16 @@ def test_builtin_checkpoint_is_the_recorded_one():
 def test_unknown_builtin_names_the_nearest():
     with pytest.raises(ValueError, match="did you mean 'sums-moe'"):
         builtin_model_path("sum-moe")
+
+
+def test_balance_loss_is_one_when_even_and_sees_each_layer():
+    mask = torch.ones(1, 4, dtype=torch.int64)
+    even = 9.0 * torch.eye(4)
+    assert balance_loss((even,), mask, top_k=1).item() == pytest.approx(1.0, abs=1e-3)
+    # Each layer uses two of its four experts; pooled over layers all four would look equally busy.
+    left, right = even[[0, 1, 0, 1]], even[[2, 3, 2, 3]]
+    assert balance_loss((left, right), mask, top_k=1).item() == pytest.approx(2.0, abs=1e-2)
+    # A padded row changes nothing.
+    padded = torch.cat([even, even[:1]])
+    padded_mask = torch.tensor([[1, 1, 1, 1, 0]])
+    assert balance_loss((padded,), padded_mask, top_k=1) == balance_loss((even,), mask, top_k=1)

@@ -155,7 +155,7 @@ class GuidanceHeader:
             return cls(**fields)
         except GuidanceError:
             raise
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise GuidanceError(f"guidance header cannot be read: {error}") from error
 
 

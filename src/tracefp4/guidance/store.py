@@ -77,7 +77,7 @@ class TrajectoryGuidance:
             if scale is not None:
                 tensors.append(scale)
         for t in tensors:
-            crc = zlib.crc32(memoryview(t.contiguous().view(-1).view(torch.uint8).numpy()), crc)
+            crc = zlib.crc32(t.contiguous().view(-1).view(torch.uint8).numpy().data, crc)
         return crc
 
 
@@ -89,6 +89,8 @@ class GuidanceStore(Protocol):
     def get(self, handle: GuidanceHandle) -> TrajectoryGuidance: ...
 
     def discard(self, handles: Sequence[GuidanceHandle]) -> None: ...
+
+    def __contains__(self, sample_id: str) -> bool: ...
 
 
 class MemoryStore:
@@ -125,6 +127,9 @@ class MemoryStore:
     def discard(self, handles: Sequence[GuidanceHandle]) -> None:
         for handle in handles:
             self._records.pop(handle.sample_id, None)
+
+    def __contains__(self, sample_id: str) -> bool:
+        return sample_id in self._records
 
     def __len__(self) -> int:
         return len(self._records)

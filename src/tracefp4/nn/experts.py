@@ -34,18 +34,20 @@ class _SubstituteValue(torch.autograd.Function):
 def fake_quantized_weight(module: nn.Module, name: str, format_name: str, pow2: bool) -> Tensor:
     """The expert weight [E, out, in] as the rollout uses it, gradient straight through.
 
-    The dequantized copy is kept on the module until the parameter changes: one quantization per optimizer step, not
-    one per micro-batch.
+    The dequantized copy is kept on the module until the parameter changes (in place, by a cast, or by another
+    parameter in its stead): one quantization per optimizer step, not one per micro-batch.
     """
     weight: Tensor = getattr(module, name)
-    cache: dict[str, tuple[int, Tensor]] = module.__dict__.setdefault("_tracefp4_weights", {})
+    cache: dict[str, tuple[Tensor, tuple[int, int], Tensor]] = module.__dict__.setdefault("_tracefp4_weights", {})
+    # A cast and `.data = ...` leave the version as it is, but not the address; a new parameter starts at version 0.
+    state = (weight._version, weight.data_ptr())
     held = cache.get(name)
-    if held is None or held[0] != weight._version or held[1].device != weight.device:
+    if held is None or held[0] is not weight or held[1] != state:
         with torch.no_grad():
             blocks = quantize_expert_weights(weight, format_name, pow2)
-            held = (weight._version, get_format(format_name).dequantize(blocks, dtype=weight.dtype))
+            held = (weight, state, get_format(format_name).dequantize(blocks, dtype=weight.dtype))
         cache[name] = held
-    return _SubstituteValue.apply(weight, held[1])  # type: ignore[no-any-return]
+    return _SubstituteValue.apply(weight, held[2])
 
 
 def quantized_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -14,20 +14,24 @@ from tracefp4.errors import TracefpError
 def load_policy(path: Path, dtype: str) -> PreTrainedModel:
     """A causal LM in ``dtype`` ("bfloat16" or "float32"), read from disk only.
 
-    Raises TracefpError where the directory is incomplete or weights are missing: transformers would fill those with
-    random numbers and only log it.
+    Raises TracefpError where weights are missing or misshapen: transformers would fill missing ones with random
+    numbers and only log it.
     """
     AutoConfig.from_pretrained(path, local_files_only=True)
     # The annotation: transformers types the return value without the loading info.
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        path, dtype=getattr(torch, dtype), local_files_only=True, output_loading_info=True
+        path,
+        dtype=getattr(torch, dtype),
+        local_files_only=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # reported below, by name
     )
     model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
         raise TracefpError(f"checkpoint {path} lacks weight {missing[0]} ({len(missing)} missing in all)")
-    if info["mismatched_keys"]:
+    for name, stored, expected in sorted(info["mismatched_keys"]):
         raise TracefpError(
-            f"checkpoint {path} has weights of another shape than its config: {info['mismatched_keys'][0]}"
+            f"checkpoint {path}: weight {name} has shape {tuple(stored)}, its config asks for {tuple(expected)}"
         )
-    return model  # type: ignore[no-any-return]
+    return model

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 _MISSING = "-"
 
@@ -80,7 +81,7 @@ def provenance_lines(summary: dict[str, Any]) -> list[str]:
     if hardware.get("gpu"):
         machine += f", {hardware['gpu']}"
     if "jobs" in summary:
-        machine += f"; {summary['jobs']} runs at once with {summary['threads_per_run']} threads each"
+        machine += f"; runs at once: {summary['jobs']}, threads of each: {summary['threads_per_run']}"
     return [
         f"command: `{summary['command']}`",
         f"commit: {summary['commit'] or 'unknown (not a checkout)'}",
@@ -98,12 +99,15 @@ def markdown_table(summary: dict[str, Any]) -> str:
     return f"{table}\n\nEach cell: {caption(summary)}.\n\n{notes}\n"
 
 
-def rich_table(summary: dict[str, Any]) -> Table:
-    """The same table for the terminal."""
+def rich_table(summary: dict[str, Any], *, transposed: bool = False) -> Table:
+    """The same table for the terminal; transposed, with a column per method, for a narrow one."""
     headings, rows = table_rows(summary)
-    table = Table(caption=f"Each cell: {caption(summary)}", caption_justify="left")
+    if transposed:
+        headings, *rows = [list(column) for column in zip(headings, *rows, strict=True)]
+    # Text, as rich would take "[min, max]" for markup.
+    table = Table(caption=Text(f"Each cell: {caption(summary)}"), caption_justify="left")
     for index, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if index == 0 else "right")
+        table.add_column(Text(heading), justify="left" if index == 0 else "right")
     for row in rows:
-        table.add_row(*(cell.replace("[", "\\[") for cell in row))
+        table.add_row(*map(Text, row))
     return table

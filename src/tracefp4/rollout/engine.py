@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
@@ -42,7 +43,7 @@ class RolloutConfig(StrictModel):
 
 
 class RolloutEngine:
-    """Turns requests into trajectories. ``step`` is the whole engine: schedule, run, record, sample.
+    """Turns requests into trajectories. ``step`` is the whole engine: schedule, run, sample, record.
 
     hf_config: a transformers config (its sizes are read, none of its code runs). recipe: what is quantized and
     what is recorded. store: where records go; a MemoryStore by default. Weights arrive by ``update_weights``.
@@ -88,7 +89,6 @@ class RolloutEngine:
         )
         self._make_recorders(slots)
         self._by_id: dict[str, Sequence] = {}
-        self._finished: list[Trajectory] = []
         self.tokens_sampled = 0
 
     def _make_recorders(self, slots: int) -> None:
@@ -101,9 +101,11 @@ class RolloutEngine:
             self.recorder = SlotRecorder(
                 self.recipe, self.recipe.guided_layers, self.recipe.bits, slots, widths, self.device
             )
-        if self.recipe.activations or self.recipe.kv:
-            names = {self.recipe.activations, self.recipe.kv} - {None}
-            full = 4.25 if all(str(n).startswith("mx") for n in names) else 4.5
+        # Full codes take 4.25 bits a value in MX formats and 4.5 in the others; a record has one width, so a recipe
+        # that mixes them has no probe.
+        widths_of_codes = {4.25 if n.startswith("mx") else 4.5 for n in (self.recipe.activations, self.recipe.kv) if n}
+        if len(widths_of_codes) == 1:
+            (full,) = widths_of_codes
             self.probe = SlotRecorder(self.recipe, range(s.layers), full, slots, widths, self.device)
         self._experts = torch.zeros(
             slots, s.layers - len(s.dense_layers), s.experts_per_token, dtype=torch.int16, device=self.device
@@ -134,6 +136,8 @@ class RolloutEngine:
         c, total = self.config, len(request.prompt_ids) + request.sampling.max_new_tokens
         if request.request_id in self._by_id:
             raise TracefpError(f"request id {request.request_id} is already in the engine")
+        if request.request_id in self.store:
+            raise TracefpError(f"request id {request.request_id} has a record in the guidance store; discard it first")
         if not request.prompt_ids:
             raise TracefpError(f"request {request.request_id} has an empty prompt")
         if not all(0 <= t < self.shape.vocab for t in request.prompt_ids):
@@ -153,7 +157,11 @@ class RolloutEngine:
         self.scheduler.add(seq)
 
     def abort(self, request_id: str) -> Trajectory:
-        """Ends a request now and returns what it has, rows and record included (flushed before its pages go)."""
+        """Ends a request now and returns what it has; its record is flushed before its pages go.
+
+        Where its last rows are not in the cache (it waited, was half prefilled or preempted), the record holds the
+        rows there are, the others have version -1, and routed_experts is None.
+        """
         if request_id not in self._by_id:
             raise TracefpError(f"request id {request_id} is not in the engine")
         seq = self._by_id[request_id]
@@ -171,19 +179,34 @@ class RolloutEngine:
             return []
         step = self._prepare(batch)
         logits, captured = self.model.forward(step, self.pool)
+        # Drawn before anything is settled: where sampling raises, the same rows simply run again.
+        drawn = self._sample(batch, logits)
         self._record(batch, step, captured)
-        return self._sample(batch, logits)
+        return self._append(batch, drawn)
 
     def generate(self, requests: Seq[Request], progress: Callable[[int], None] | None = None) -> list[Trajectory]:
-        """Runs requests to their end; the result has their order. progress(n) is told of n finished ones."""
-        for r in requests:
-            self.add_request(r)
+        """Runs requests to their end; the result has their order. progress(n) is told of n finished ones.
+
+        All or nothing: an error leaves the engine idle and none of these records in the store. Raises TracefpError
+        where a request can never run, or where requests of ``add_request`` are unfinished.
+        """
+        if self.scheduler.unfinished:
+            raise TracefpError(f"generate needs an idle engine; {self.scheduler.unfinished} requests are unfinished")
         done: dict[str, Trajectory] = {}
-        while len(done) < len(requests):
-            ended = self.step()
-            done.update((t.request_id, t) for t in ended)
-            if progress and ended:
-                progress(len(ended))
+        try:
+            for r in requests:
+                self.add_request(r)
+            while len(done) < len(requests):
+                ended = self.step()
+                done.update((t.request_id, t) for t in ended)
+                if progress and ended:
+                    progress(len(ended))
+        except BaseException:
+            for seq in self._by_id.values():
+                self.scheduler.finish(seq, "abort")
+            self._by_id.clear()
+            self.store.discard([h for t in done.values() for h in (t.guidance, t.probe) if h is not None])
+            raise
         return [done[r.request_id] for r in requests]
 
     def _prepare(self, batch: list[Scheduled]) -> StepInput:
@@ -227,13 +250,19 @@ class RolloutEngine:
             s.seq.num_computed = s.stop
             s.seq.row_versions.extend([self._version] * (s.stop - s.start))
 
-    def _sample(self, batch: list[Scheduled], logits: Tensor) -> list[Trajectory]:
+    def _sample(self, batch: list[Scheduled], logits: Tensor) -> list[tuple[int, float]]:
+        """(token, log-prob) of every sequence of the batch that samples."""
         seqs = [s.seq for s in batch if s.samples]
         if not seqs:
             return []
         positions = torch.tensor([len(s.tokens) for s in seqs], device=logits.device)
         ids, logprobs = sample(logits, [s.request.sampling for s in seqs], positions)
-        for seq, token, logprob in zip(seqs, ids.tolist(), logprobs.tolist(), strict=True):
+        return list(zip(ids.tolist(), logprobs.tolist(), strict=True))
+
+    def _append(self, batch: list[Scheduled], drawn: list[tuple[int, float]]) -> list[Trajectory]:
+        """Gives the sequences their tokens; returns the trajectories that end with them."""
+        seqs = [s.seq for s in batch if s.samples]
+        for seq, (token, logprob) in zip(seqs, drawn, strict=True):
             seq.append(token, logprob, self._version)
         self.tokens_sampled += len(seqs)
         return [self._finish(s) for s in seqs if s.finish_reason]
@@ -246,14 +275,15 @@ class RolloutEngine:
             raise AssertionError(f"{seq.request.request_id}: {rows} rows for {len(seq.tokens)} tokens")
         slots = torch.tensor(self.blocks.slots(seq, 0, rows), dtype=torch.int64, device=self.device)
         row_versions = torch.tensor(seq.row_versions, dtype=torch.int32)
-        experts = self._experts[slots].cpu() if self._experts.shape[1] else None
+        missing = len(seq.tokens) - 1 - rows
+        experts = self._experts[slots].cpu() if self._experts.shape[1] and not missing else None
         trajectory = Trajectory(
             request_id=seq.request.request_id,
             prompt_ids=tuple(seq.request.prompt_ids),
             response_ids=seq.response,
             logprobs=torch.tensor(seq.logprobs),
             versions=torch.tensor(seq.versions, dtype=torch.int32),
-            row_versions=row_versions,
+            row_versions=F.pad(row_versions, (0, missing), value=-1),
             routed_experts=experts,
             finish_reason=seq.finish_reason or "abort",
             guidance=self._store(seq, self.recorder, slots, row_versions, seq.request.request_id),

@@ -37,16 +37,19 @@ def sample(logits_BV: Tensor, params: Sequence[SamplingParams], positions: Tenso
 
     positions int64 [B]: absolute position that the new token takes. The log-prob is taken under the
     temperature-scaled distribution before top-p (greedy: temperature 1). Raises FloatingPointError when a row has
-    a NaN or no finite logit: sampling on would only hide a broken forward.
+    a NaN, +Inf or no finite logit: sampling on would only hide a broken forward.
     """
     logits = logits_BV.float()
-    if not bool(torch.isfinite(logits).any(-1).all()) or bool(torch.isnan(logits).any()):
+    top = logits.amax(-1, keepdim=True)  # NaN where the row holds one
+    if not bool(torch.isfinite(top).all()):
         raise FloatingPointError("the rollout's logits are not finite; check the weights of the last update")
-    temperature = torch.tensor([p.temperature or 1.0 for p in params], device=logits.device)
-    logprobs = torch.log_softmax(logits / temperature[:, None], dim=-1)
+    # However small the temperature, the largest scaled logit is 0 and the others are at worst -Inf.
+    least = torch.finfo(torch.float32).tiny
+    temperature = torch.tensor([max(p.temperature or 1.0, least) for p in params], device=logits.device)
+    logprobs = torch.log_softmax((logits - top) / temperature[:, None], dim=-1)
     probs = logprobs.double().exp()
     if any(p.top_p < 1 for p in params):
-        probs = _nucleus(probs, torch.tensor([p.top_p for p in params], device=logits.device))
+        probs = _nucleus(probs, torch.tensor([p.top_p for p in params], dtype=torch.float64, device=logits.device))
     seeds = torch.tensor([p.seed for p in params], dtype=torch.int64, device=logits.device)
     cdf = probs.cumsum(-1)
     u = counter_uniform(seeds, positions) * cdf[:, -1]
@@ -60,8 +63,9 @@ def sample(logits_BV: Tensor, params: Sequence[SamplingParams], positions: Tenso
 
 
 def _nucleus(probs_BV: Tensor, top_p_B: Tensor) -> Tensor:
-    """Keeps the smallest set of likeliest tokens whose mass reaches top_p (at least one)."""
+    """Keeps the smallest set of likeliest tokens whose mass reaches top_p (at least one); all of them at 1."""
     ordered, index = probs_BV.sort(dim=-1, descending=True, stable=True)
     before = ordered.cumsum(-1) - ordered
-    kept = torch.where(before < top_p_B[:, None], ordered, 0.0)
+    # At 1 nothing is cut, though rounding may bring the mass before a rare token to 1 already.
+    kept = torch.where((before < top_p_B[:, None]) | (top_p_B[:, None] >= 1), ordered, 0.0)
     return torch.zeros_like(probs_BV).scatter(-1, index, kept)

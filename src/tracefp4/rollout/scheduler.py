@@ -91,7 +91,7 @@ class Scheduler:
         seq.status = Status.WAITING
         self.running.remove(seq)
         # Next in line, but never before a half-prefilled prompt, which holds pages and must get out first.
-        self.waiting.insert(1 if self.waiting and self.waiting[0].num_computed else 0, seq)
+        self.waiting.insert(1 if self.waiting and self.waiting[0].block_table else 0, seq)
 
     def finish(self, seq: Sequence, reason: str) -> None:
         seq.finish_reason = reason

@@ -121,7 +121,8 @@ def assemble(
 def replayed_experts(
     batch: TrainBatch, moe_layers: Sequence[int], experts_per_token: int
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Per layer the rollout's experts, (int64 [N, K], bool [N] valid); padding and last tokens are invalid."""
+    """Per layer the rollout's experts, (int64 [N, K], bool [N] valid) on the batch's device; padding and last tokens
+    are invalid."""
     B, T = batch.input_ids.shape
     experts = torch.zeros(B, T, len(moe_layers), experts_per_token, dtype=torch.int64)
     valid = torch.zeros(B, T, dtype=torch.bool)
@@ -136,7 +137,8 @@ def replayed_experts(
             )
         experts[b, :n] = t.routed_experts.long()
         valid[b, :n] = True
-    flat = valid.view(-1)
+    device = batch.input_ids.device
+    experts, flat = experts.to(device), valid.view(-1).to(device)
     return {layer: (experts[:, :, i].reshape(B * T, -1), flat) for i, layer in enumerate(moe_layers)}
 
 

@@ -82,7 +82,8 @@ class GRPOTrainer:
         device: str = "cpu",
     ) -> None:
         module: nn.Module = model
-        module.to(device=device, dtype=getattr(torch, config.dtype)).train()
+        module.to(device=device).train()
+        cast_weights(module, getattr(torch, config.dtype))
         self.model = model
         self.recipe, self.config, self.device = recipe, config, device
         self.temperature, self.pad_id = temperature, pad_id
@@ -219,3 +220,9 @@ class GRPOTrainer:
         with torch.no_grad():
             entropy = -(logp.exp() * logp).sum(-1)
         return logp.gather(-1, batch.input_ids[:, 1:, None])[..., 0], entropy
+
+
+def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts the parameters only: ``model.to(dtype)`` would round the rotary frequencies too, which are FP32 buffers."""
+    for p in model.parameters():
+        p.data = p.data.to(dtype)

@@ -64,14 +64,14 @@ class OptimizerConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    batch_size: int = Field(default=64, ge=1)
+    batch_size: int = Field(default=32, ge=1)
     learning_rate: float = Field(default=2e-3, gt=0)
     weight_decay: float = Field(default=0.01, ge=0)
     beta2: float = Field(default=0.98, gt=0, lt=1)
     max_grad_norm: float = Field(default=1.0, gt=0)
     warmup_steps: int = Field(default=100, ge=0)
     max_steps: int = Field(default=6000, ge=1)
-    router_aux_coefficient: float = Field(default=0.01, ge=0)
+    router_aux_coefficient: float = Field(default=0.03, ge=0)
     easy_share: float = Field(
         default=0.5,
         ge=0,
@@ -104,7 +104,7 @@ class WarmstartConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     seed: int = Field(default=0, ge=0, lt=2**31)
-    threads: int = Field(default=2, ge=1)
+    threads: int = Field(default=1, ge=1)
     task: TaskConfig = TaskConfig()
     model: ModelConfig = ModelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -319,6 +319,26 @@ def train(
     return TrainOutcome(steps, rate, False, time.monotonic() - started)
 
 
+def balance_loss(router_logits: tuple[torch.Tensor, ...], attention_mask: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Load-balancing loss, 1.0 when every expert of every layer is used alike; averaged over layers.
+
+    Transformers' own version pools the layers before it multiplies, so an expert that is dead in one layer
+    may hide behind a busy one of another; here each layer answers for itself.
+
+    Args:
+        router_logits: per layer float [B*T, E], before the softmax.
+        attention_mask: int64 [B, T]; padding counts nowhere.
+        top_k: experts per token.
+    """
+    real = attention_mask.flatten().bool()
+    losses = []
+    for logits in router_logits:
+        probs = logits[real].float().softmax(-1)
+        chosen = torch.zeros_like(probs).scatter_(1, probs.topk(top_k, dim=-1).indices, 1.0 / top_k)
+        losses.append(probs.shape[-1] * (chosen.mean(0) * probs.mean(0)).sum())
+    return torch.stack(losses).mean()
+
+
 def _snapshot(model: Qwen3MoeForCausalLM) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
@@ -329,11 +349,15 @@ def _update(
     batch: dict[str, torch.Tensor],
     max_grad_norm: float,
 ) -> float:
-    """One optimizer step; returns the loss, balancing term included."""
+    """One optimizer step; returns the mean cross-entropy of the response tokens, in nats."""
     model.train()
-    loss = model(**batch, output_router_logits=True).loss
+    out = model(batch["input_ids"], attention_mask=batch["attention_mask"], output_router_logits=True)
+    loss = torch.nn.functional.cross_entropy(
+        out.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=IGNORED_LABEL
+    )
+    balance = balance_loss(out.router_logits, batch["attention_mask"], model.config.num_experts_per_tok)
     optimizer.zero_grad(set_to_none=True)
-    loss.backward()
+    (loss + model.config.router_aux_loss_coef * balance).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
     optimizer.step()
     return float(loss.detach())
@@ -373,7 +397,9 @@ def run_warmstart(config: WarmstartConfig, out_dir: Path, require_band: bool = T
     staging = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}-", dir=out_dir.parent))
     try:
         record = _write_checkpoint(staging, model, tokenizer, task, config, outcome)
-        staging.chmod(0o755)  # mkdtemp makes it private to the user
+        staging.chmod(0o755)  # mkdtemp and safetensors make theirs private to the user
+        for path in staging.iterdir():
+            path.chmod(0o644)
         if out_dir.exists():
             out_dir.rmdir()
         staging.rename(out_dir)
@@ -395,6 +421,7 @@ def _write_checkpoint(
     model.bfloat16()
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+    _use_portable_tokenizer_class(directory / "tokenizer_config.json")
     n = min(2 * config.stop.eval_problems, 4096)
     rate, length = pass_rate(model, tokenizer, task, n, config.seed + 1)
     record = {
@@ -417,6 +444,13 @@ def _write_checkpoint(
     return record
 
 
+def _use_portable_tokenizer_class(path: Path) -> None:
+    # Transformers 5 writes its internal class name, which inference engines built on version 4 do not know.
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
 def _version(distribution: str) -> str:
     from importlib.metadata import version
 
@@ -429,6 +463,7 @@ def main(arguments: list[str] | None = None) -> int:
     if len(arguments) != 2:
         print("usage: python -m tracefp4.train.warmstart RECIPE.toml OUT_DIR", file=sys.stderr)
         return 2
+    transformers.utils.logging.disable_progress_bar()
     try:
         record = run_warmstart(load_config(Path(arguments[0])), Path(arguments[1]))
     except (WarmstartError, ValueError) as error:

@@ -1,0 +1,293 @@
+"""From stored records to rows: which fall back, why, and that the rest line up with their tokens."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tracefp4.formats import get_format
+from tracefp4.guidance import GuidanceError, decode, encode, pack_rows
+from tracefp4.guidance.schema import unpack_bits
+from tracefp4.guidance.store import MemoryStore, SiteRows, TrajectoryGuidance
+from tracefp4.nn import MicroBatch
+from tracefp4.recipe import QuantRecipe
+from tracefp4.train.slices import MicroBatchBuilder, RowCounts, replayed_experts
+from tracefp4.types import GuidanceHandle, TrainBatch, Trajectory
+
+WIDTHS = {"expert_input": 32, "key": 16, "value": 16}
+LAYERS, MOE_LAYERS, TOP_K = (1, 2), (0, 1, 2), 2
+RECIPE = QuantRecipe(
+    num_layers=3, weights="nvfp4", activations="nvfp4", kv="nvfp4", kv_encode_scale=2.0, guided_layers=LAYERS, bits=4.5
+)
+REASONS = ("missing", "checksum", "recipe", "rows", "token", "stale", "invalid")
+
+
+def site_values(site: str, layer: int, token: int, position: int) -> Tensor:
+    """Values that no other (site, layer, token, position) has; representable well enough to be told apart."""
+    seed = hash((("expert_input", "key", "value").index(site), layer, token, position)) % 2**31
+    return torch.randn(WIDTHS[site], generator=torch.Generator().manual_seed(seed))
+
+
+def quantized(site: str, x: Tensor, recipe: QuantRecipe):  # noqa: ANN201
+    return get_format(recipe.site_format(site)).quantize(x, encode_scale=recipe.site_encode_scale(site))
+
+
+def record_of(tokens: tuple[int, ...], recipe: QuantRecipe = RECIPE, layers: tuple[int, ...] = LAYERS):  # noqa: ANN201
+    rows = len(tokens) - 1
+    sites = {}
+    for site in WIDTHS:
+        if recipe.site_format(site) is None:
+            continue
+        payload, scale = [], []
+        for layer in layers:
+            x = torch.stack([site_values(site, layer, tokens[i], i) for i in range(rows)])
+            blocks = quantized(site, x, recipe)
+            payload.append(pack_rows(blocks, recipe.bits))
+            scale.append(blocks.encode_scale)
+        kind = scale[0]
+        static = kind if kind is None or kind.ndim == 0 else torch.stack(scale)[..., 0]
+        sites[site] = SiteRows(torch.stack(payload), static)
+    return TrajectoryGuidance(
+        recipe.hash,
+        recipe.bits,
+        layers,
+        sites,
+        torch.tensor(tokens[:-1], dtype=torch.int32),
+        torch.zeros(rows, dtype=torch.int32),
+        torch.ones(rows, dtype=torch.bool),
+    )
+
+
+def trajectory(name: str, tokens: tuple[int, ...], prompt: int = 2) -> Trajectory:
+    response = tokens[prompt:]
+    g = torch.Generator().manual_seed(len(tokens))
+    return Trajectory(
+        request_id=name,
+        prompt_ids=tokens[:prompt],
+        response_ids=response,
+        logprobs=torch.zeros(len(response)),
+        versions=torch.zeros(len(response), dtype=torch.int32),
+        row_versions=torch.zeros(len(tokens) - 1, dtype=torch.int32),
+        routed_experts=torch.randint(0, 8, (len(tokens) - 1, 3, TOP_K), generator=g).to(torch.int16),
+        finish_reason="stop",
+        reward=0.0,
+        advantage=1.0,
+        group=0,
+    )
+
+
+def stored(store: MemoryStore, name: str, tokens: tuple[int, ...], **changes: Tensor) -> Trajectory:
+    t = trajectory(name, tokens)
+    t.guidance = store.put(name, replace(record_of(tokens), **changes))
+    return t
+
+
+def build(
+    store: MemoryStore,
+    trajectories: list[Trajectory],
+    recipe: QuantRecipe = RECIPE,
+    version: int = 0,
+    guided: bool = True,
+    max_version_diff: int = 3,
+) -> tuple[MicroBatch, RowCounts]:
+    counts = RowCounts()
+    builder = MicroBatchBuilder(store, recipe, guided, WIDTHS, MOE_LAYERS, TOP_K, max_version_diff)
+    return builder.build(TrainBatch.collate(trajectories, 0), version, counts), counts
+
+
+def check_totals(counts: RowCounts, trajectories: list[Trajectory]) -> None:
+    m = counts.metrics()
+    assert m["guidance/rows"] == sum(t.num_rows for t in trajectories)
+    assert m["guidance/guided_rows"] + sum(m[f"guidance/fallback/{r}"] for r in REASONS) == m["guidance/rows"]
+    assert m["guidance/guided_share"] == m["guidance/guided_rows"] / m["guidance/rows"]
+    assert sum(counts.reasons.values()) == sum(m[f"guidance/fallback/{r}"] for r in REASONS)
+
+
+# -- rows and tokens ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "formats", [{}, {"encode_scale": "row"}, {"activations": "mxfp4-rceil", "kv": None, "bits": 4.25}], ids=str
+)
+def test_every_row_is_the_record_of_its_token(formats: dict) -> None:
+    recipe, store = replace(RECIPE, **formats), MemoryStore()
+    batch = [trajectory("a", (5, 6, 7, 8, 9)), trajectory("b", (9, 9, 9)), trajectory("c", (1, 2, 3, 4))]
+    for t in batch:
+        t.guidance = store.put(t.request_id, record_of(t.token_ids, recipe))
+    mb, counts = build(store, batch, recipe)
+    T = 5
+    sites = [s for s in WIDTHS if recipe.site_format(s) is not None]
+    assert set(mb.guidance) == {(site, layer) for site in sites for layer in LAYERS}
+    for (site, layer), guidance in mb.guidance.items():
+        assert guidance.header.recipe_hash == recipe.hash
+        noise = torch.zeros(len(batch) * T, WIDTHS[site])
+        blocks, valid = decode(guidance, noise, own_encode_scale=recipe.site_encode_scale(site))
+        got = get_format(blocks.format).dequantize(blocks)
+        for b, t in enumerate(batch):
+            for i in range(T):
+                row = b * T + i
+                assert bool(valid[row]) == (i < t.num_rows), "padding and last tokens have no row"
+                if valid[row]:
+                    x = site_values(site, layer, t.token_ids[i], i)[None]
+                    want = get_format(blocks.format).dequantize(quantized(site, x, recipe))
+                    assert torch.equal(got[row], want[0])
+                else:
+                    assert (got[row] == 0).all()
+    assert counts.guided == counts.total == 4 + 2 + 3
+    check_totals(counts, batch)
+
+
+def test_replayed_experts_line_up_and_end_with_the_rows() -> None:
+    batch = [trajectory("a", (5, 6, 7, 8, 9)), trajectory("b", (9, 9, 9)), trajectory("c", (1, 2, 3))]
+    batch[2].routed_experts = None
+    experts = replayed_experts(TrainBatch.collate(batch, 0), (0, 2, 3), TOP_K)
+    assert set(experts) == {0, 2, 3}
+    for column, layer in enumerate((0, 2, 3)):
+        chosen, valid = experts[layer]
+        assert chosen.dtype == torch.int64
+        assert valid.view(3, 5).sum(-1).tolist() == [4, 2, 0]
+        for b, t in enumerate(batch[:2]):
+            assert valid.view(3, 5)[b, : t.num_rows].all()
+            assert torch.equal(chosen.view(3, 5, 2)[b, : t.num_rows], t.routed_experts[:, column].long())
+
+
+def test_experts_of_another_shape_are_refused() -> None:
+    t = trajectory("a", (5, 6, 7, 8))
+    t.routed_experts = t.routed_experts[:-1]
+    with pytest.raises(GuidanceError, match=r"routed experts of a have shape \(2, 3, 2\), expected \(3, 3, 2\)"):
+        replayed_experts(TrainBatch.collate([t], 0), MOE_LAYERS, TOP_K)
+
+
+def test_keys_are_unique_and_unguided_batches_carry_experts_only() -> None:
+    store = MemoryStore()
+    batch = [stored(store, "a", (1, 2, 3))]
+    builder = MicroBatchBuilder(store, RECIPE, False, WIDTHS, MOE_LAYERS, TOP_K, 3)
+    counts = RowCounts()
+    built = [builder.build(TrainBatch.collate(batch, 0), 0, counts) for _ in range(3)]
+    assert len({mb.key for mb in built}) == 3
+    assert not any(mb.guidance for mb in built)
+    assert set(built[0].experts) == set(MOE_LAYERS)
+    assert counts == RowCounts()
+    assert counts.metrics()["guidance/guided_share"] == 0
+
+
+# -- falling back -------------------------------------------------------------------------------------------------
+
+
+def only(counts: RowCounts) -> dict[str, int]:
+    return {reason: n for reason, n in counts.reasons.items() if n}
+
+
+def invalid_everywhere(mb: MicroBatch, b: int, T: int) -> bool:
+    return not any(g.valid.view(-1, T)[b].any() for g in mb.guidance.values())
+
+
+@pytest.mark.parametrize("reason", ["missing", "discarded", "checksum", "rows", "handle rows", "handle recipe"])
+def test_a_whole_trajectory_falls_back(reason: str) -> None:
+    """Its neighbour in the batch stays guided."""
+    store = MemoryStore()
+    bad, good = stored(store, "bad", (1, 2, 3, 4, 5)), stored(store, "good", (5, 4, 3))
+    handle = bad.guidance
+    assert handle is not None
+    if reason == "missing":
+        bad.guidance = None
+    elif reason == "discarded":
+        store.discard([handle])
+    elif reason == "checksum":
+        store.get(handle).sites["value"].payload[1, 2, 0] ^= 1
+    elif reason == "rows":
+        bad.guidance = store.put("short", record_of((1, 2, 3, 4)))
+    elif reason == "handle rows":
+        bad.guidance = GuidanceHandle("bad", 3, RECIPE.hash)
+    else:
+        bad.guidance = GuidanceHandle("bad", 4, "0123456789abcdef")
+    mb, counts = build(store, [bad, good])
+    name = {"discarded": "missing", "handle rows": "rows", "handle recipe": "recipe"}.get(reason, reason)
+    assert only(counts) == {name: 4}
+    assert counts.guided == 2
+    assert invalid_everywhere(mb, 0, 5)
+    assert not invalid_everywhere(mb, 1, 5)
+    check_totals(counts, [bad, good])
+
+
+@pytest.mark.parametrize("field", ["payload", "encode_scale", "token_ids", "versions", "valid"])
+def test_any_changed_byte_of_a_record_is_noticed(field: str) -> None:
+    store = MemoryStore()
+    t = stored(store, "a", (1, 2, 3, 4))
+    record = store.get(t.guidance)
+    site = record.sites["expert_input"]
+    tensor = getattr(site, field) if hasattr(site, field) else getattr(record, field)
+    tensor.view(-1).view(torch.uint8)[0] ^= 1
+    _, counts = build(store, [t])
+    assert only(counts) == {"checksum": 3}
+
+
+def test_another_recipe_is_refused_by_name() -> None:
+    store = MemoryStore()
+    t = stored(store, "a", (1, 2, 3, 4))
+    mine = replace(RECIPE, kv_encode_scale=4.0)
+    with pytest.raises(GuidanceError, match=f"guidance of a was recorded under recipe {RECIPE.hash}.*{mine.hash}"):
+        build(store, [t], mine)
+
+
+def test_single_rows_fall_back_by_their_first_reason() -> None:
+    """Row 0 has every fault, row 1 is stale and invalid, row 2 invalid, rows 3 and 4 are fine."""
+    store, tokens = MemoryStore(), (1, 2, 3, 4, 5, 6)
+    t = stored(
+        store,
+        "a",
+        tokens,
+        token_ids=torch.tensor([9, 2, 3, 4, 5], dtype=torch.int32),
+        versions=torch.tensor([0, 0, 2, 2, 9], dtype=torch.int32),
+        valid=torch.tensor([False, False, False, True, True]),
+    )
+    mb, counts = build(store, [t], version=5)
+    assert only(counts) == {"token": 1, "stale": 1, "invalid": 1}
+    assert counts.guided == 2
+    for guidance in mb.guidance.values():
+        assert guidance.valid.tolist() == [False, False, False, True, True, False]
+    check_totals(counts, [t])
+
+
+@pytest.mark.parametrize(("version", "guided"), [(0, 2), (3, 2), (4, 0)])
+def test_staleness_begins_beyond_the_allowed_difference(version: int, guided: int) -> None:
+    store = MemoryStore()
+    _, counts = build(store, [stored(store, "a", (1, 2, 3))], version=version, max_version_diff=3)
+    assert counts.guided == guided
+    assert counts.reasons["stale"] == 2 - guided
+
+
+# -- probes -------------------------------------------------------------------------------------------------------
+
+
+def test_probe_covers_the_valid_rows_of_the_probed_trajectories() -> None:
+    """Three trajectories, the second and third probed; row 1 of the third is invalid."""
+    store = MemoryStore()
+    batch = [stored(store, n, tokens) for n, tokens in (("a", (1, 2, 3, 4)), ("b", (5, 6, 7)), ("c", (8, 9, 9, 2)))]
+    batch[1].probe = store.put("b/probe", record_of(batch[1].token_ids, layers=(0, 1, 2)))
+    full = record_of(batch[2].token_ids, layers=(0, 1, 2))
+    batch[2].probe = store.put("c/probe", replace(full, valid=torch.tensor([True, False, True])))
+    mb, counts = build(store, batch)
+    assert mb.probe_rows.tolist() == [4, 5, 8, 10]
+    assert set(mb.probe) == {(site, layer) for site in WIDTHS for layer in (0, 1, 2)}
+    for (site, layer), probe in mb.probe.items():
+        assert probe.rows == 4
+        assert probe.valid.all()
+        where = [(batch[1], 0), (batch[1], 1), (batch[2], 0), (batch[2], 2)]
+        x = torch.stack([site_values(site, layer, t.token_ids[i], i) for t, i in where])
+        want = encode(quantized(site, x, RECIPE), 4.5)
+        assert torch.equal(probe.payload, want.payload)
+        assert torch.equal(unpack_bits(probe.payload, 8), unpack_bits(want.payload, 8))
+    assert counts.total == 3 + 2 + 3
+    check_totals(counts, batch)
+
+
+def test_a_lost_probe_is_no_error_and_not_counted() -> None:
+    store = MemoryStore()
+    t = stored(store, "a", (1, 2, 3))
+    t.probe = GuidanceHandle("a/probe", 2, RECIPE.hash)
+    mb, counts = build(store, [t])
+    assert mb.probe == {}
+    assert mb.probe_rows is None
+    assert only(counts) == {}
