@@ -52,9 +52,11 @@ def tiny_weights(config: Qwen3MoeConfig, seed: int = 0) -> dict[str, Tensor]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         state = Qwen3MoeForCausalLM(config).state_dict()
-        weights = {name: w.clone() for name, w in state.items()}
-        embed = weights["model.embed_tokens.weight"]
+        embed = state["model.embed_tokens.weight"]  # the head's memory too, where they are tied
         embed[config.pad_token_id] = config.initializer_range * torch.randn_like(embed[0])
+        weights = {name: w.clone() for name, w in state.items()}
+        if config.tie_word_embeddings:
+            weights["lm_head.weight"] = embed.clone()
         for name in weights:
             if "norm" in name:
                 weights[name] = 1.0 + 0.2 * torch.randn_like(weights[name])

@@ -6,7 +6,7 @@ Prompt ``14+27-5=``, response ``14+27=41;41-5=36;#36``. Only what follows the la
 from __future__ import annotations
 
 import re
-from functools import cached_property
+from functools import lru_cache
 from random import Random
 from typing import Any
 
@@ -31,7 +31,8 @@ class RunningSums:
 
     def __init__(self, config: TaskConfig) -> None:
         self.config = config
-        self._scorer = self._dataset(TEST_SEED, TEST_POOL)
+        self._difficulty = config.model_copy(update={"seed": 0, "free_letters": 0})
+        self._scorer = _dataset(self._difficulty, TEST_SEED, TEST_POOL)
 
     def train_prompts(self, step: int, n: int) -> list[Prompt]:
         """``n`` problems with distinct expressions, none in the test pool; deterministic in (seed, step).
@@ -46,7 +47,8 @@ class RunningSums:
         first_seed = 2**64 + self.config.seed * MAX_STEP * STEP_WINDOW + step * STEP_WINDOW
         # The stride bounds the search: a config with few expressions fails fast instead of spinning.
         candidates = min(STEP_WINDOW, 64 * n + 1024)
-        prompts = self._distinct(f"train-{step}", first_seed, candidates, n, self._test_expressions)
+        held_out = _test_expressions(self._difficulty)
+        prompts = _distinct(self._difficulty, f"train-{step}", first_seed, candidates, n, held_out)
         if len(prompts) < n:
             raise ValueError(
                 f"this task config gives only {len(prompts)} distinct training problems, {n} were asked for; "
@@ -60,9 +62,10 @@ class RunningSums:
         Raises:
             ValueError: ``n`` is below 1 or above the pool's size.
         """
-        if not 1 <= n <= len(self._test_pool):
-            raise ValueError(f"n must lie in [1, {len(self._test_pool)}], the held-out pool; got {n}")
-        return self._test_pool[:n]
+        pool = _test_pool(self._difficulty)
+        if not 1 <= n <= len(pool):
+            raise ValueError(f"n must lie in [1, {len(pool)}], the held-out pool; got {n}")
+        return list(pool[:n])
 
     def score(self, prompt: Prompt, response_text: str) -> float:
         """1.0 iff reasoning-gym gives full marks to what follows the last ``#``, else 0.0.
@@ -94,43 +97,48 @@ class RunningSums:
             total = after
         return "".join(steps) + f"#{total}"
 
-    @cached_property
-    def _test_pool(self) -> list[Prompt]:
-        return self._distinct("test", TEST_SEED, 4 * TEST_POOL, TEST_POOL, frozenset())
 
-    @cached_property
-    def _test_expressions(self) -> frozenset[str]:
-        return frozenset(prompt.text for prompt in self._test_pool)
+# Shared by all tasks of one difficulty: seeds and free letters do not touch the problems, so callers pass 0.
+@lru_cache(maxsize=8)
+def _test_pool(config: TaskConfig) -> tuple[Prompt, ...]:
+    return tuple(_distinct(config, "test", TEST_SEED, 4 * TEST_POOL, TEST_POOL, frozenset()))
 
-    def _distinct(
-        self, prefix: str, first_seed: int, candidates: int, n: int, excluded: frozenset[str]
-    ) -> list[Prompt]:
-        """Up to ``n`` prompts out of ``candidates`` items in a row, skipping repeats and ``excluded``."""
-        dataset = self._dataset(first_seed, candidates)
-        prompts: list[Prompt] = []
-        seen: set[str] = set()
-        for index in range(candidates):
-            if len(prompts) == n:
-                break
-            item = dataset[index]
-            text = item["metadata"]["expression"].replace(" ", "") + "="
-            if text in seen or text in excluded:
-                continue
-            seen.add(text)
-            prompts.append(Prompt(f"{prefix}-{len(prompts)}", text, item["answer"], item["metadata"]))
-        return prompts
 
-    def _dataset(self, seed: int, size: int) -> Any:
-        # Imported here: reasoning-gym takes over a second, and a command line's help should not wait.
-        from reasoning_gym.arithmetic.chain_sum import ChainSumConfig, ChainSumDataset
+@lru_cache(maxsize=8)
+def _test_expressions(config: TaskConfig) -> frozenset[str]:
+    return frozenset(prompt.text for prompt in _test_pool(config))
 
-        return ChainSumDataset(
-            ChainSumConfig(
-                min_terms=self.config.min_terms,
-                max_terms=self.config.max_terms,
-                min_digits=self.config.min_digits,
-                max_digits=self.config.max_digits,
-                seed=seed,
-                size=size,
-            )
+
+def _distinct(
+    config: TaskConfig, prefix: str, first_seed: int, candidates: int, n: int, excluded: frozenset[str]
+) -> list[Prompt]:
+    """Up to ``n`` prompts out of ``candidates`` items in a row, skipping repeats and ``excluded``."""
+    dataset = _dataset(config, first_seed, candidates)
+    prompts: list[Prompt] = []
+    seen: set[str] = set()
+    for index in range(candidates):
+        if len(prompts) == n:
+            break
+        item = dataset[index]
+        text = item["metadata"]["expression"].replace(" ", "") + "="
+        if text in seen or text in excluded:
+            continue
+        seen.add(text)
+        prompts.append(Prompt(f"{prefix}-{len(prompts)}", text, item["answer"], item["metadata"]))
+    return prompts
+
+
+def _dataset(config: TaskConfig, seed: int, size: int) -> Any:
+    # Imported here: reasoning-gym takes over a second, and a command line's help should not wait.
+    from reasoning_gym.arithmetic.chain_sum import ChainSumConfig, ChainSumDataset
+
+    return ChainSumDataset(
+        ChainSumConfig(
+            min_terms=config.min_terms,
+            max_terms=config.max_terms,
+            min_digits=config.min_digits,
+            max_digits=config.max_digits,
+            seed=seed,
+            size=size,
         )
+    )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 PAD_TOKEN = "<pad>"
 EOS_TOKEN = "<eos>"
@@ -17,6 +19,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     There is no unknown token: encoding any other character raises, because a prompt that silently lost a
     character would be a different problem with the old answer. Nothing is prepended or appended.
     """
+    # Imported here: transformers takes seconds, and prompts and verifiers do without it.
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     vocabulary = {token: i for i, token in enumerate([PAD_TOKEN, EOS_TOKEN, *CHARACTERS])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
