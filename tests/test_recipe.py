@@ -94,7 +94,10 @@ def test_sites() -> None:
 @pytest.mark.parametrize("pow2", [False, True])
 def test_expert_weights_have_one_scale_an_expert(pow2: bool) -> None:
     """Experts of very different size: each is as if it were alone."""
-    w = torch.randn(3, 8, 32, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 100.0, 0.01])[:, None, None]
+    w = (
+        torch.randn(3, 8, 32, generator=torch.Generator().manual_seed(0))
+        * torch.tensor([1.0, 100.0, 0.01])[:, None, None]
+    )
     blocks = quantize_expert_weights(w, "nvfp4", pow2)
     assert blocks.encode_scale.shape == (3, 1, 1)
     amax = w.abs().amax((1, 2))

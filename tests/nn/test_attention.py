@@ -3,13 +3,15 @@
 Legend: B sequences, T tokens, G KV heads, Q query heads, D head_dim.
 """
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from tiny import tiny_config, tiny_model
 from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import apply_rotary_pos_emb
 
+from tiny import tiny_config, tiny_model
 from tracefp4.nn import GuidanceContext, TrainerForward, fake_quantize, prepare_model
 from tracefp4.recipe import QuantRecipe
 
@@ -57,7 +59,7 @@ class Probe:
             getattr(attention, name).register_forward_hook(self._keep(name))
         attention.o_proj.register_forward_pre_hook(lambda m, args: self.seen.update(context=args[0]))
 
-    def _keep(self, name: str):  # noqa: ANN202
+    def _keep(self, name: str) -> Callable[..., None]:
         return lambda module, args, output: self.seen.update({name: output})
 
     def qkv(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

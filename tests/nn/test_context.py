@@ -5,18 +5,16 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from tiny import tiny_config, tiny_model
 from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
 
+from tiny import tiny_config, tiny_model
 from tracefp4.formats import get_format
 from tracefp4.guidance import CompactGuidance, GuidanceError, encode
 from tracefp4.nn import GuidanceContext, MicroBatch, TrainerForward, prepare_model
 from tracefp4.recipe import QuantRecipe
 
-RECIPE = QuantRecipe(
-    num_layers=2, weights="nvfp4", activations="nvfp4", kv="nvfp4", guided_layers=(0, 1), bits=1.5
-)
+RECIPE = QuantRecipe(num_layers=2, weights="nvfp4", activations="nvfp4", kv="nvfp4", guided_layers=(0, 1), bits=1.5)
 QAT = TrainerForward(weights=True, activations=True, kv=True)
 TRACE = TrainerForward(weights=True, activations=True, kv=True, guided=True)
 IDS = torch.tensor([[3, 9, 4, 17, 30, 8], [6, 2, 28, 7, 0, 0]])

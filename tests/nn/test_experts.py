@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import make_engine, tiny_config, tiny_model
 from torch import Tensor, nn
 
 import tracefp4.nn.experts as experts_module
+from tiny import make_engine, tiny_config, tiny_model
 from tracefp4.formats import get_format
 from tracefp4.nn import GuidanceContext, TrainerForward, fake_quantize, prepare_model
 from tracefp4.nn.experts import fake_quantized_weight

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import tiny_config, tiny_model
 
+from tiny import tiny_config, tiny_model
 from tracefp4.errors import TracefpError
 from tracefp4.nn.loading import load_policy
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_config, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from tiny import tiny_config, tiny_model
 from tracefp4.errors import TracefpError
 from tracefp4.nn import TrainerForward, prepare_model
 from tracefp4.recipe import QuantRecipe

@@ -57,9 +57,7 @@ def test_fake_quantize(name: str, dtype: torch.dtype) -> None:
 def test_static_and_power_of_two_scales() -> None:
     x, fmt = gaussian(4, 64), get_format("nvfp4")
     for scale in ("row-pow2", "tensor", 100.0, torch.tensor(100.0), torch.full((4, 1), 50.0)):
-        assert torch.equal(
-            fake_quantize(x, "nvfp4", scale), fmt.dequantize(fmt.quantize(x, encode_scale=scale))
-        )
+        assert torch.equal(fake_quantize(x, "nvfp4", scale), fmt.dequantize(fmt.quantize(x, encode_scale=scale)))
     with pytest.raises(FormatError):
         fake_quantize(x, "nvfp4", "batch")
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tiny import tiny_config, tiny_model
 from torch import Tensor, nn
 
+from tiny import tiny_config, tiny_model
 from tracefp4.nn import GuidanceContext, MicroBatch, SiteObserver, TrainerForward, prepare_model
 from tracefp4.recipe import QuantRecipe
 
@@ -53,7 +53,7 @@ def test_gradient_reaches_the_router() -> None:
     mlp, context = prepared(True)
     experts = replayed(mlp)
     with context.armed(MicroBatch(1, experts={0: (experts, torch.ones(5, dtype=torch.bool))})):
-        logits, gates, _ = mlp.gate(HIDDEN)
+        _, gates, _ = mlp.gate(HIDDEN)
         (got,) = torch.autograd.grad(gates[:, 0].sum(), mlp.gate.weight)
     g = gates[:, 0].detach()
     d_logits = torch.zeros(5, 8).scatter(1, experts, torch.stack([g * (1 - g), -g * (1 - g)], 1))
@@ -78,7 +78,7 @@ def test_without_replay_or_record_the_router_keeps_its_choice() -> None:
     for forward, layers in ((TrainerForward(replay=False), {0}), (TrainerForward(), {1}), (TrainerForward(), set())):
         mlp, context = prepared(True, forward)
         _, own = own_choice(mlp)
-        with context.armed(MicroBatch(1, experts={i: (experts, VALID) for i in layers})):
+        with context.armed(MicroBatch(1, experts=dict.fromkeys(layers, (experts, VALID)))):
             assert torch.equal(mlp.gate(HIDDEN)[2], own)
 
 

@@ -16,9 +16,7 @@ def trajectory(name: str, group: int, reward: float) -> Trajectory:
 
 def batch(*groups: tuple[float, ...]) -> list[Trajectory]:
     """Trajectories of several groups, interleaved."""
-    out = [
-        trajectory(f"g{g}/{i}", g, reward) for g, rewards in enumerate(groups) for i, reward in enumerate(rewards)
-    ]
+    out = [trajectory(f"g{g}/{i}", g, reward) for g, rewards in enumerate(groups) for i, reward in enumerate(rewards)]
     return out[::2] + out[1::2]
 
 

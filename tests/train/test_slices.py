@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tracefp4.formats import get_format
+from tracefp4.formats import QuantizedBlocks, get_format
 from tracefp4.guidance import GuidanceError, decode, encode, pack_rows
 from tracefp4.guidance.store import MemoryStore, SiteRows, TrajectoryGuidance
 from tracefp4.nn import MicroBatch
@@ -28,11 +28,13 @@ def site_values(site: str, layer: int, token: int, position: int) -> Tensor:
     return torch.randn(WIDTHS[site], generator=torch.Generator().manual_seed(seed))
 
 
-def quantized(site: str, x: Tensor, recipe: QuantRecipe):  # noqa: ANN201
+def quantized(site: str, x: Tensor, recipe: QuantRecipe) -> QuantizedBlocks:
     return get_format(recipe.site_format(site)).quantize(x, encode_scale=recipe.site_encode_scale(site))
 
 
-def record_of(tokens: tuple[int, ...], recipe: QuantRecipe = RECIPE, layers: tuple[int, ...] = LAYERS):  # noqa: ANN201
+def record_of(
+    tokens: tuple[int, ...], recipe: QuantRecipe = RECIPE, layers: tuple[int, ...] = LAYERS
+) -> TrajectoryGuidance:
     rows = len(tokens) - 1
     sites = {}
     for site in WIDTHS:

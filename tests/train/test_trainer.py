@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import make_engine, tiny_config, tiny_model, tiny_requests, tiny_weights
 from torch import Tensor
 
+from tiny import make_engine, tiny_config, tiny_model, tiny_requests, tiny_weights
 from tracefp4.formats import get_format
 from tracefp4.guidance import decode
 from tracefp4.guidance.store import MemoryStore
@@ -48,9 +48,7 @@ def rollout(
     return RolloutBatch(rewarded(trajectories), 0), store
 
 
-def make_trainer(
-    method: str, dtype: str, store: MemoryStore, temperature: float = 1.0, **config: Any
-) -> GRPOTrainer:
+def make_trainer(method: str, dtype: str, store: MemoryStore, temperature: float = 1.0, **config: Any) -> GRPOTrainer:
     model = tiny_model(tiny_config())
     m = get_method(method)
     recipe = make_engine(method, dtype, load=False, max_num_seqs=1).recipe
@@ -267,9 +265,7 @@ def test_old_log_probs_do_not_depend_on_the_number_of_updates() -> None:
     metrics = []
     for updates in (1, 4):
         batch, store = rollout("trace-full")
-        metrics.append(
-            make_trainer("trace-full", "float32", store, updates_per_rollout=updates, lr=1e-2).update(batch)
-        )
+        metrics.append(make_trainer("trace-full", "float32", store, updates_per_rollout=updates, lr=1e-2).update(batch))
     for name in ("mismatch/logprob_abs_diff_mean", "mismatch/kl_k1", "tis/mean"):
         assert metrics[0][name] == pytest.approx(metrics[1][name], abs=2e-6)
     assert metrics[1]["train/ratio_mean"] != 1
@@ -297,7 +293,7 @@ def test_updates_raise_the_probability_of_rewarded_responses() -> None:
     terms = spy_losses(trainer)
     for _ in range(3):  # the same rollout: old log-probs move, the rollout's stay
         trainer.update(batch)
-    surrogate = [float(t.loss) for t in terms]
+    surrogate = [t.loss.item() for t in terms]
     assert surrogate[2] < surrogate[0]
 
 

@@ -60,7 +60,7 @@ def test_loss_and_gradient(seed: int, bypass: bool) -> None:
     terms = loss_of(given, bypass)
     terms.loss.backward()
     loss, gradient, clipped = by_hand(given, bypass)
-    assert float(terms.loss) == pytest.approx(loss, rel=1e-10)
+    assert terms.loss.item() == pytest.approx(loss, rel=1e-10)
     torch.testing.assert_close(given["logprobs"].grad, gradient, rtol=1e-10, atol=1e-12)
     assert int(terms.clipped.sum()) == clipped > 0
     assert not (terms.clipped & ~given["mask"]).any()
@@ -74,7 +74,7 @@ def one(A: float, ratio: float, weight: float = 1.0) -> tuple[float, float]:
     rollout = torch.tensor([[-1.0 - math.log(weight)]])
     terms = grpo_loss(new, torch.tensor([[-1.0]]), rollout, torch.tensor([A]), mask, LOW, HIGH, CAP)
     terms.loss.backward()
-    return float(terms.loss), float(new.grad)
+    return terms.loss.item(), new.grad.item()
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_no_gradient_through_the_other_log_probs(bypass: bool) -> None:
     given = inputs()
     others = [given[k].requires_grad_() for k in ("old_logprobs", "rollout_logprobs")]
     terms = loss_of(given, bypass)
-    assert not (terms.weight.requires_grad or terms.ratio.requires_grad or terms.clipped.requires_grad)
+    assert not any(x.requires_grad for x in (terms.weight, terms.ratio, terms.clipped))
     # In the trainer these carry no graph; the weight must be constant even where they would.
     terms.loss.backward()
     reference = others[1] if bypass else others[0]
@@ -133,5 +133,5 @@ def test_nothing_masked_in_is_zero_with_zero_gradient() -> None:
     given["mask"] = torch.zeros(B, T, dtype=torch.bool)
     terms = loss_of(given)
     terms.loss.backward()
-    assert float(terms.loss) == 0
+    assert terms.loss.item() == 0
     assert (given["logprobs"].grad == 0).all()
