@@ -38,6 +38,19 @@ def test_unquantized_equals_the_stock_model(attention: str, overrides: dict[str,
         torch.testing.assert_close(gradient, want_gradients[name], rtol=1e-5, atol=5e-6, msg=name)
 
 
+@torch.no_grad()
+def test_the_mask_hides_tokens_wherever_they_stand() -> None:
+    """Right padding is hidden by causality alone; a hole in the middle is not, unless the mask really arrives."""
+    mask = torch.ones_like(MASK)
+    mask[:, 2:4] = False
+    stock, ours = (tiny_model(tiny_config()) for _ in range(2))
+    stock.set_attn_implementation("eager")
+    prepare_model(ours, QuantRecipe(num_layers=2), TrainerForward())
+    want, got = (m(input_ids=IDS, attention_mask=mask, use_cache=False).logits[mask] for m in (stock, ours))
+    torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
+    assert (want - stock(input_ids=IDS, use_cache=False).logits[mask]).abs().max() > 0.01
+
+
 def test_other_architecture_is_refused() -> None:
     config = Qwen3Config(
         vocab_size=32,

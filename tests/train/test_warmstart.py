@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -168,3 +169,9 @@ def test_balance_loss_is_one_when_even_and_sees_each_layer():
     padded = torch.cat([even, even[:1]])
     padded_mask = torch.tensor([[1, 1, 1, 1, 0]])
     assert balance_loss((padded,), padded_mask, top_k=1) == balance_loss((even,), mask, top_k=1)
+
+
+def test_the_shipped_recipe_is_the_one_behind_the_checkpoint():
+    recipe = Path(__file__).parents[2] / "recipes" / "warmstart.toml"
+    record = json.loads((builtin_model_path("sums-moe") / "warmstart.json").read_text())
+    assert load_config(recipe) == WarmstartConfig.model_validate(record["recipe"])

@@ -86,10 +86,10 @@ class StopConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    pass_rate_low: float = Field(default=0.25, ge=0, le=1)
+    pass_rate_low: float = Field(default=0.30, ge=0, le=1)
     pass_rate_high: float = Field(default=0.45, ge=0, le=1)
-    eval_every: int = Field(default=100, ge=1)
-    eval_problems: int = Field(default=256, ge=1, le=4096)
+    eval_every: int = Field(default=150, ge=1)
+    eval_problems: int = Field(default=512, ge=1, le=4096)
 
     @model_validator(mode="after")
     def _band_is_ordered(self) -> Self:

@@ -1,0 +1,135 @@
+"""The loop end to end on the built-in checkpoint, kept to a few seconds a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tracefp4.config import load_config
+from tracefp4.errors import TracefpError
+from tracefp4.loop import RunConfig, TrainingRun, derive_seed, run_training
+from tracefp4.types import Rollout, Trainer, WeightSync
+
+SMALL = {
+    "sampling": {"prompts_per_step": 3, "samples_per_prompt": 8, "max_new_tokens": 64},
+    "train": {"updates_per_rollout": 2, "micro_batch_size": 8},
+    "run": {"steps": 2, "tensorboard": False, "eval_prompts": 4},
+}
+
+
+def small(method: str, **sections: dict[str, object]) -> RunConfig:
+    merged = {name: {**SMALL.get(name, {}), **sections.get(name, {})} for name in {*SMALL, *sections}}
+    return RunConfig.model_validate({**merged, "method": {"name": method}})
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_engine_and_trainer_are_what_the_protocols_say() -> None:
+    run = TrainingRun(small("trace"))
+    assert isinstance(run.engine, Rollout)
+    assert isinstance(run.engine, WeightSync)
+    assert isinstance(run.trainer, Trainer)
+
+
+def test_a_run_repeats_byte_for_byte(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        run_training(small("trace-all"), tmp_path / name)
+    assert (tmp_path / "a/metrics.jsonl").read_bytes() == (tmp_path / "b/metrics.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("method", ["bf16", "naive", "qat", "trace", "trace-paper", "trace-full"])
+def test_every_mode_logs_its_metrics(method: str, tmp_path: Path) -> None:
+    summary = run_training(small(method), tmp_path)
+    assert 0 <= summary["eval/pass_rate_start"] <= 1
+    lines = metrics_of(tmp_path)
+    assert [line["step"] for line in lines] == [0, 1]
+    learned = [line for line in lines if "mismatch/logprob_abs_diff_mean" in line]
+    assert learned, "no group had an advantage; choose another seed"
+    for line in learned:
+        assert line["mismatch/logprob_abs_diff_max"] >= line["mismatch/logprob_abs_diff_mean"] > 0
+        assert line["tis/mean"] > 0
+        assert line["train/grad_norm"] > 0
+        if method == "bf16":
+            assert "code_mismatch/before" not in line
+        else:
+            assert line["code_mismatch/before"] > 0
+        if method == "trace-full":
+            assert line["code_mismatch/after"] == 0
+        if method.startswith("trace"):
+            assert line["guidance/guided_share"] == 1
+            assert line["guidance/bytes_per_token"] > 0
+        else:
+            assert line["guidance/bytes_per_token"] == 0
+    assert all(not name.endswith("seconds") for line in lines for name in line)
+
+
+def test_guidance_does_not_pile_up_in_the_store() -> None:
+    run = TrainingRun(small("trace-all"))
+    run.step(0)
+    run.evaluate("x")
+    assert len(run.store) == 0
+
+
+def test_the_two_paths_agree_in_fp32(tmp_path: Path) -> None:
+    fp32 = {"rollout": {"dtype": "float32"}, "train": {"dtype": "float32", **SMALL["train"]}}
+    run_training(small("bf16", **fp32), tmp_path)
+    for line in metrics_of(tmp_path):
+        assert line.get("mismatch/logprob_abs_diff_max", 0.0) <= 1e-5
+
+
+def test_weights_reach_the_rollout() -> None:
+    run = TrainingRun(small("trace"))
+    before = run.engine.model._head.clone()
+    for index in range(2):
+        run.step(index)
+    assert run.engine.version == run.trainer.version == 2
+    assert not before.equal(run.engine.model._head)
+
+
+def test_bypass_form_runs() -> None:
+    run = TrainingRun(small("qat", train={"old_logprob": "bypass"}))
+    metrics, timing = run.step(0)
+    assert metrics["reward/mean"] >= 0
+    assert timing["rollout_seconds"] > 0
+
+
+def test_probe_every_zero_records_no_codes() -> None:
+    metrics, _ = TrainingRun(small("qat", run={"probe_every": 0})).step(0)
+    assert "code_mismatch/before" not in metrics
+
+
+def test_a_truncated_response_scores_zero() -> None:
+    run = TrainingRun(small("bf16", sampling={"max_new_tokens": 3}))
+    metrics, _ = run.step(0)
+    assert metrics["reward/mean"] == 0
+    assert metrics["response/truncated_share"] > 0.9
+
+
+def test_gradient_checkpointing_changes_nothing() -> None:
+    results = []
+    for on in (False, True):
+        run = TrainingRun(small("trace-all", train={"gradient_checkpointing": on}))
+        results.append(run.step(0)[0])
+    assert results[0] == results[1]
+
+
+def test_seeds_differ_and_repeat() -> None:
+    assert derive_seed(0, "a", 1) == derive_seed(0, "a", 1)
+    assert len({derive_seed(s, t, i) for s in range(3) for t in "ab" for i in range(3)}) == 18
+    assert all(0 <= derive_seed(i) < 2**63 for i in range(100))
+
+
+def test_a_missing_checkpoint_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(TracefpError, match=r"no Hugging Face checkpoint directory \(it has no config.json\)"):
+        TrainingRun(small("bf16", model={"path": str(tmp_path)}))
+
+
+@pytest.mark.parametrize("recipe", sorted(Path("recipes").glob("*.toml")))
+def test_shipped_recipes_load(recipe: Path) -> None:
+    if recipe.name != "warmstart.toml":
+        load_config(recipe, [], RunConfig)
