@@ -1,11 +1,11 @@
-# make demo   train five methods side by side on the CPU and print the table
+# make demo   train six methods side by side on the CPU and print the table
 # make test   lint, then all tests
 # make lint   ruff and mypy
 # make clean  remove the virtual environment and the caches; runs/ stays
 
 PYTHON ?= python3
 SEEDS ?= 0,1,2
-MODES ?= bf16,naive,qat,trace,trace-all
+MODES ?= fp32,bf16,naive,qat,trace,trace-all
 WORKERS ?= 2
 
 VENV := .venv

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -45,9 +45,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except (KeyboardInterrupt, typer.Abort):
         code = _INTERRUPTED
     except Exception as error:
-        if isinstance(error, _user_errors()):
+        if isinstance(error, TracefpError):
             _print_error(str(error))
-            sys.exit(getattr(error, "exit_code", TracefpError.exit_code))
+            sys.exit(error.exit_code)
         if hasattr(error, "format_message"):  # typer's own, for a command line it cannot read
             _print_error(f"{error.format_message()} (tracefp4 --help shows the commands)")
             sys.exit(2)
@@ -181,18 +181,6 @@ def _train_all(planned: list[tuple[Path, RunConfig]], overwrite: bool) -> None:
         if not (run_dir / FINAL).exists():
             write_json_atomic(run_dir / FINAL, final)
         print(f"{run_dir}: done in {time.monotonic() - started:.1f} s", flush=True)
-
-
-def _user_errors() -> tuple[type[BaseException], ...]:
-    """The package's errors that are the user's to fix, among the modules this command has imported."""
-    found: list[Any] = [TracefpError]
-    for module, name in (
-        ("tracefp4.formats", "FormatError"),
-        ("tracefp4.guidance", "GuidanceError"),
-        ("tracefp4.train.warmstart", "WarmstartError"),
-    ):
-        found.append(getattr(sys.modules.get(module), name, TracefpError))
-    return tuple(found)
 
 
 def _print_error(message: str) -> None:

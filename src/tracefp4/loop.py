@@ -110,8 +110,12 @@ class TrainingRun:
         if config.run.threads:
             torch.set_num_threads(config.run.threads)
         torch.manual_seed(config.run.seed)
+        rollout, train = config.rollout, config.train
         path = model_path(config.model.path)
         self.method = get_method(config.method.name)
+        if self.method.dtype is not None:
+            rollout = rollout.model_copy(update={"dtype": self.method.dtype})
+            train = train.model_copy(update={"dtype": self.method.dtype})
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         for name in ("pad_token_id", "eos_token_id"):
             if getattr(self.tokenizer, name) is None:
@@ -120,12 +124,12 @@ class TrainingRun:
         self.store = MemoryStore()
         hf_config = AutoConfig.from_pretrained(path)
         self.recipe = self.method.recipe(config.quant, hf_config.num_hidden_layers)
-        self.engine = RolloutEngine(hf_config, self.recipe, config.rollout, self.store)
+        self.engine = RolloutEngine(hf_config, self.recipe, rollout, self.store)
         self.trainer = GRPOTrainer(
-            load_policy(path, config.train.dtype),
+            load_policy(path, train.dtype),
             self.recipe,
             self.method.forward,
-            config.train,
+            train,
             self.store,
             temperature=config.sampling.temperature,
             pad_id=self.tokenizer.pad_token_id,

@@ -50,6 +50,10 @@ class QuantRecipe:
             raise ValueError(f"encode_scale must be one of {', '.join(ENCODE_SCALES)}, got {self.encode_scale!r}")
         if self.rule not in RULES:
             raise ValueError(f"rule must be one of {', '.join(RULES)}, got {self.rule!r}")
+        object.__setattr__(self, "kv_encode_scale", float(self.kv_encode_scale))  # 1 and 1.0 must hash alike
+        object.__setattr__(self, "bits", float(self.bits))
+        if self.num_layers < 1:
+            raise ValueError(f"num_layers must be >= 1, got {self.num_layers}")
         if not self.kv_encode_scale > 0:
             raise ValueError(f"kv_encode_scale must be > 0, got {self.kv_encode_scale}")
         bad = [i for i in self.guided_layers if not 0 <= i < self.num_layers]

@@ -1,7 +1,7 @@
 """The data contract between rollout, guidance store and trainer.
 
 Shape legend: L rows or tokens of one trajectory, P prompt tokens, R response tokens (L = P + R),
-B trajectories of a batch, T padded length, H hidden size, N decoder layers, K experts per token.
+B trajectories of a batch, T padded length, H hidden size, M layers with routed experts, K experts per token.
 
 A trajectory of L tokens has L - 1 *rows*: row i is the forward of token i, which predicts token i + 1.
 The last token is sampled but never forwarded, so it has no row.
@@ -11,7 +11,7 @@ Example, prompt ``[5, 7]`` and response ``[9, 2]`` (2 is EOS)::
     tokens            5   7   9   2
     rows              0   1   2            (3 = tokens - 1)
     logprobs                  a   b        (of 9 and of 2; one per response token)
-    routed_experts    r0  r1  r2           (one [N, K] entry per row)
+    routed_experts    r0  r1  r2           (one [M, K] entry per row)
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ class SamplingParams:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must be in [0, 2**63), got {self.seed}")
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ class Trajectory:
     prompt_ids [P], response_ids [R] (Python ints); logprobs f32 [R], natural log, of the sampled token under
     the temperature-scaled distribution before top-p; versions int32 [R], the policy version that sampled each
     response token; row_versions int32 [L - 1], the version that forwarded each row; routed_experts int16
-    [L - 1, N, K], or None for a model without routed experts; finish_reason: "stop", "length" or "abort".
+    [L - 1, M, K] over the M layers that have routed experts, or None where there are none or rows are missing;
+    finish_reason: "stop", "length" or "abort".
     guidance and probe are handles into the guidance store, None where nothing was recorded.
     """
 

@@ -34,9 +34,7 @@ def test_modes(name: str, byte: int, codes: list[int]) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_zero_nan_and_infinity(name: str) -> None:
     fmt = get_format(name)
-    x = torch.stack(
-        (block(0.0, -0.0), block(rest=math.nan), block(math.nan, 4.0, -0.0), block(math.inf, -1.0))
-    )
+    x = torch.stack((block(0.0, -0.0), block(rest=math.nan), block(math.nan, 4.0, -0.0), block(math.inf, -1.0)))
     blocks = fmt.quantize(x)
     # Zero and all-NaN blocks have byte 0 (2^-127), Inf the largest byte (2^127); 4.0 is 4 * 2^0.
     assert blocks.scales.tolist() == [[0], [0], [127], [254]]

@@ -118,9 +118,7 @@ def test_static_scale_saturates(name: str) -> None:
 
 
 def test_nan_scale_byte_gives_code_seven() -> None:
-    codes = ENGINE.round_with_scales(
-        block(1.0, -1.0), torch.tensor([0x7F], dtype=torch.uint8), torch.tensor(1.0)
-    )
+    codes = ENGINE.round_with_scales(block(1.0, -1.0), torch.tensor([0x7F], dtype=torch.uint8), torch.tensor(1.0))
     assert (codes == 7).all()
 
 

@@ -42,9 +42,7 @@ def test_every_e4m3_midpoint_ties_to_the_even_byte() -> None:
 
 
 def test_e4m3_edges() -> None:
-    x = torch.tensor(
-        [2.0**-10, 1.0001 * 2.0**-10, 0.0, 1e-45, 448.0, 449.0, 464.0, 1e9, math.inf, math.nan, -math.nan]
-    )
+    x = torch.tensor([2.0**-10, 1.0001 * 2.0**-10, 0.0, 1e-45, 448.0, 449.0, 464.0, 1e9, math.inf, math.nan, -math.nan])
     assert encode_e4m3(x).tolist() == [0, 1, 0, 0, 0x7E, 0x7E, 0x7E, 0x7E, 0x7E, 0x7F, 0x7F]
     assert encode_e4m3(torch.tensor([-449.0, -math.inf])).tolist() == [0xFE, 0xFE]
 
@@ -100,9 +98,7 @@ def test_e8m0_edges(mode: str) -> None:
 def test_e8m0_modes_differ_where_they_should() -> None:
     # 6 = 1.5 * 2^2, 7 = 1.75 * 2^2, 8 = 2^3. RCEIL is the smallest exponent that does not saturate: 6 fits.
     amax = torch.tensor([4.0, 6.0, 6.5, 7.0, 8.0])
-    exponents = {
-        mode: (encode_e8m0(amax, mode).int() - 127).tolist() for mode in ("floor", "even", "rceil", "ceil")
-    }
+    exponents = {mode: (encode_e8m0(amax, mode).int() - 127).tolist() for mode in ("floor", "even", "rceil", "ceil")}
     assert exponents == {
         "floor": [0, 0, 0, 0, 1],
         "even": [0, 0, 0, 1, 1],

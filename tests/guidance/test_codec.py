@@ -61,9 +61,7 @@ def test_pack_rows_takes_views() -> None:
     assert torch.equal(pack_rows(strided, 1.125), expected[::2])
     memory = torch.zeros(blocks.codes.numel() + 1, dtype=torch.uint8)
     memory[1:] = blocks.codes.flatten()
-    odd = QuantizedBlocks(
-        memory[1:].view(blocks.codes.shape), blocks.scales, blocks.encode_scale, "nvfp4", (6, 64)
-    )
+    odd = QuantizedBlocks(memory[1:].view(blocks.codes.shape), blocks.scales, blocks.encode_scale, "nvfp4", (6, 64))
     assert torch.equal(pack_rows(odd, 1.125), expected)
 
 
@@ -118,9 +116,7 @@ def test_full_width_returns_the_rollouts_codes(name: str, seed: int, blocks: int
     rule=st.sampled_from(["cell", "bracket"]),
 )
 @settings(max_examples=80, deadline=None)
-def test_decoded_values_carry_the_recorded_bits(
-    pair: tuple[str, float], seed: int, noise: float, rule: str
-) -> None:
+def test_decoded_values_carry_the_recorded_bits(pair: tuple[str, float], seed: int, noise: float, rule: str) -> None:
     """Parity of every code and low bits of every scale are those recorded, however far the trainer is off."""
     name, bits = pair
     x = gaussian(3, 96, seed=seed)
@@ -400,12 +396,16 @@ def test_e8m0_parity_takes_the_half_of_the_octave(mode: str) -> None:
     x = torch.zeros(1, 32 * len(amax))
     x[0, ::32] = amax
     own = encode_e8m0(amax, mode)
-    position = {
-        "floor": torch.log2(amax.double()) - 2,
-        "ceil": torch.log2(amax.double()) - 1,
-        "rceil": torch.log2(amax.double() / 6) + 1,
-        "even": torch.log2(amax.double() / 1.75) - 1,
-    }[mode] + 127 - own  # 0..1 within the octave
+    position = (
+        {
+            "floor": torch.log2(amax.double()) - 2,
+            "ceil": torch.log2(amax.double()) - 1,
+            "rceil": torch.log2(amax.double() / 6) + 1,
+            "even": torch.log2(amax.double() / 1.75) - 1,
+        }[mode]
+        + 127
+        - own
+    )  # 0..1 within the octave
     assert bool((position > -1e-6).all())
     assert bool((position < 1 + 1e-6).all())
     for low in (0, 1):

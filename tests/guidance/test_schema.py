@@ -23,9 +23,7 @@ from tracefp4.guidance.schema import format_family, pack_bits, unpack_bits
 PAIRS = [(name, bits) for name in list_formats() for bits in SUPPORTED_BITS[format_family(name)]]
 
 
-def make(
-    name: str, bits: float, shape: tuple[int, ...], seed: int = 0, static: bool = False
-) -> CompactGuidance:
+def make(name: str, bits: float, shape: tuple[int, ...], seed: int = 0, static: bool = False) -> CompactGuidance:
     generator = torch.Generator().manual_seed(seed)
     fmt = get_format(name)
     x = torch.randn(shape, generator=generator)
@@ -97,9 +95,7 @@ def test_layout_by_hand() -> None:
     assert encode(blocks, 1.0625).payload[0].tolist() == mantissa + planes[:1]
     assert encode(blocks, 1.125).payload[0].tolist() == mantissa + planes[:2]
     assert encode(blocks, 1.5).payload[0].tolist() == mantissa + planes
-    full = [
-        sum((codes[8 * byte + i] >> bit & 1) << i for i in range(8)) for bit in range(4) for byte in range(4)
-    ]
+    full = [sum((codes[8 * byte + i] >> bit & 1) << i for i in range(8)) for bit in range(4) for byte in range(4)]
     assert encode(blocks, 4.5).payload[0].tolist() == full + planes
 
 
@@ -120,9 +116,7 @@ def test_pack_bits_round_trip(rows: int, n: int, seed: int) -> None:
     static=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_bytes_round_trip(
-    pair: tuple[str, float], lead: list[int], blocks: int, seed: int, static: bool
-) -> None:
+def test_bytes_round_trip(pair: tuple[str, float], lead: list[int], blocks: int, seed: int, static: bool) -> None:
     name, bits = pair
     record = make(name, bits, (*lead, blocks * get_format(name).block_size), seed, static)
     data = record.to_bytes()

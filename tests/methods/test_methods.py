@@ -16,6 +16,7 @@ GUIDED = TrainerForward(weights=True, activations=True, kv=True, guided=True)
 
 # name -> (rollout in FP4, trainer's forward, guided layers of 5, bits, rule)
 MODES: dict[str, tuple[bool, TrainerForward, tuple[int, ...], float, str]] = {
+    "fp32": (False, PLAIN, (), 1.125, "cell"),
     "bf16": (False, PLAIN, (), 1.125, "cell"),
     "naive": (True, PLAIN, (), 1.125, "cell"),
     "qat": (True, QAT, (), 1.125, "cell"),
@@ -43,6 +44,19 @@ def test_mode(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize(("name", "bits"), [("trace", 1.03125), ("trace-paper", 1.25), ("trace-full", 4.25)])
+def test_guided_modes_take_the_mx_width_of_the_same_record(name: str, bits: float) -> None:
+    mx = QuantConfig(weights="mxfp4-rceil", activations="mxfp4-rceil", kv="mxfp4-rceil")
+    assert get_method(name).recipe(mx, 4).bits == bits
+
+
+def test_guided_modes_refuse_what_one_record_cannot_hold() -> None:
+    with pytest.raises(TracefpError, match=r"quant.activations and quant.kv of one family, got mxfp4-even and nvfp4"):
+        get_method("trace").recipe(QuantConfig(activations="mxfp4-even"), 4)
+    with pytest.raises(TracefpError, match="has nothing to guide"):
+        get_method("trace").recipe(QuantConfig(activations="none", kv="none"), 4)
+
+
 @pytest.mark.parametrize("name", ["naive", "qat", "trace-all"])
 def test_formats_come_from_the_config(name: str) -> None:
     quant = QuantConfig(
@@ -60,7 +74,7 @@ def test_bf16_ignores_the_formats() -> None:
 
 @pytest.mark.parametrize(("name", "near"), [("tracee", "trace"), ("trace_all", "trace-all"), ("qad", "qat")])
 def test_unknown_name_gives_the_nearest(name: str, near: str) -> None:
-    with pytest.raises(TracefpError, match=f"unknown method '{name}'; did you mean '{near}'.*naive"):
+    with pytest.raises(TracefpError, match=f"unknown method '{name}'; did you mean {near}"):
         get_method(name)
 
 

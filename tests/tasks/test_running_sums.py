@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 from tracefp4.tasks import Prompt, TaskConfig, make_task
 from tracefp4.tasks.running_sums import MAX_STEP, TEST_POOL, WARMSTART_FIRST_STEP
 
-TASK = make_task(TaskConfig())
+LONG = {"min_terms": 4, "max_terms": 6, "min_digits": 2, "max_digits": 2, "free_letters": 0}
+TASK = make_task(TaskConfig(**LONG))
 PROMPT = Prompt("x", "14+27-5=", "36")
 PINNED_TEST = ["37-12-27+29+65=", "30-87-88+87+79="]
 
@@ -57,7 +58,7 @@ def test_steps_seeds_and_the_warm_start_see_different_problems():
 
 
 def test_test_set_ignores_the_seed_and_is_pinned():
-    assert TASK.test_prompts(64) == make_task(TaskConfig(seed=9)).test_prompts(64)
+    assert TASK.test_prompts(64) == make_task(TaskConfig(**LONG, seed=9)).test_prompts(64)
     assert TASK.test_prompts(2) == TASK.test_prompts(3)[:2]
     assert _texts(TASK.test_prompts(2)) == PINNED_TEST
 
@@ -79,9 +80,19 @@ def test_solution_is_written_step_by_step():
     assert TASK.solution(Prompt("x", "10-27+5=", "-12")) == "10-27=-17;-17+5=-12;#-12"
 
 
+def test_a_flawed_solution_follows_its_slip_to_a_wrong_answer():
+    for prompt in TASK.train_prompts(7, 100):
+        flawed, right = TASK.flawed_solution(prompt), TASK.solution(prompt)
+        assert TASK.score(prompt, flawed) == 0.0
+        assert flawed == TASK.flawed_solution(prompt)
+        off = [step for step in flawed.split(";")[:-1] if eval(step.split("=")[0]) != int(step.split("=")[1])]
+        assert len(off) == 1
+        assert flawed.count(";") == right.count(";")
+
+
 @pytest.mark.parametrize("letters", [0, 4])
 def test_solutions_score_and_never_exceed_eighty_characters(letters):
-    task = make_task(TaskConfig(free_letters=letters))
+    task = make_task(TaskConfig(**{**LONG, "free_letters": letters}))
     for prompt in task.train_prompts(5, 200):
         solution = task.solution(prompt)
         assert task.score(prompt, solution) == 1.0

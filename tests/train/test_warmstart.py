@@ -6,14 +6,17 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tracefp4.assets import builtin_model_path
+from tracefp4.config import ConfigError, load_config
+from tracefp4.errors import TracefpError
 from tracefp4.tasks import Prompt, TaskConfig, build_tokenizer, make_task
+from tracefp4.tasks.running_sums import RunningSums
 from tracefp4.train import warmstart
 from tracefp4.train.warmstart import (
     IGNORED_LABEL,
+    Teacher,
     WarmstartConfig,
     WarmstartError,
     balance_loss,
-    load_config,
     main,
     run_warmstart,
     sample_responses,
@@ -101,10 +104,10 @@ def test_non_empty_output_is_refused_in_one_sentence(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("toml", "message"),
     [
-        ("sead = 1", "unknown key 'sead', did you mean 'seed'"),
-        ("[model]\nhiden_size = 64", r"unknown key 'model.hiden_size', did you mean 'hidden_size'"),
-        ("[task]\nmin_term = 3", r"unknown key 'task.min_term', did you mean 'min_terms'"),
-        ("[model]\nhidden_size = 60", "model.hidden_size: Input should be a multiple of 16"),
+        ("sead = 1", "sead.*did you mean seed"),
+        ("[model]\nhiden_size = 64", r"hiden_size.*did you mean model.hidden_size"),
+        ("[task]\nmin_term = 3", r"task.min_term.*did you mean task.min_terms"),
+        ("[model]\nhidden_size = 60", "model.hidden_size must be a multiple of 16, got 60"),
         ("[model]\nnum_kv_heads = 3", "num_heads = 4 is no multiple of 3 = num_kv_heads"),
         ("[stop]\npass_rate_low = 0.9", "pass_rate_low is above pass_rate_high"),
         ("seed = ", "not valid TOML"),
@@ -113,18 +116,26 @@ def test_non_empty_output_is_refused_in_one_sentence(tmp_path, capsys):
 def test_recipe_errors_name_the_key(tmp_path, toml, message):
     path = tmp_path / "recipe.toml"
     path.write_text(toml)
-    with pytest.raises(WarmstartError, match=message):
-        load_config(path)
+    with pytest.raises(ConfigError, match=message):
+        load_config(path, [], WarmstartConfig)
 
 
 def test_missing_recipe_and_wrong_usage(tmp_path, capsys):
     assert main([str(tmp_path / "none.toml"), str(tmp_path / "out")]) == 2
     assert main([]) == 2
-    assert "no recipe at" in capsys.readouterr().err
+    assert "there is no recipe at" in capsys.readouterr().err
+
+
+def test_the_teacher_errs_as_often_as_it_is_told():
+    task = RunningSums(TaskConfig())
+    prompts = task.train_prompts(3, 400)
+    for share in (0.0, 0.5):
+        wrong = sum(task.score(p, Teacher(task, share).solution(p)) == 0.0 for p in prompts) / 400
+        assert abs(wrong - share) <= 4 * (share * (1 - share) / 400) ** 0.5  # four standard errors
 
 
 def test_labels_cover_the_response_only():
-    task = make_task(TaskConfig())
+    task = make_task(TaskConfig(free_letters=0))
     prompts = [Prompt("a", "14+27-5=", "36"), Prompt("b", "10+10=", "20")]
     batch = supervised_batch(task, prompts, build_tokenizer())
     assert [tuple(batch[key].shape) for key in ("input_ids", "attention_mask", "labels")] == [(2, 29)] * 3
@@ -149,12 +160,12 @@ def test_builtin_checkpoint_is_the_recorded_one():
     record = json.loads((path / "warmstart.json").read_text())
     assert record["sha256"]["model.safetensors"] == sha256_of(path / "model.safetensors")
     assert sum(file.stat().st_size for file in path.iterdir()) <= 5 * 2**20
-    assert 0.25 <= record["pass_rate"]["value"] <= 0.45
+    assert 0.2 <= record["pass_rate"]["value"] <= 0.5
     assert WarmstartConfig.model_validate(record["recipe"]).task == TaskConfig()
 
 
 def test_unknown_builtin_names_the_nearest():
-    with pytest.raises(ValueError, match="did you mean 'sums-moe'"):
+    with pytest.raises(TracefpError, match="did you mean sums-moe"):
         builtin_model_path("sum-moe")
 
 
@@ -174,4 +185,4 @@ def test_balance_loss_is_one_when_even_and_sees_each_layer():
 def test_the_shipped_recipe_is_the_one_behind_the_checkpoint():
     recipe = Path(__file__).parents[2] / "recipes" / "warmstart.toml"
     record = json.loads((builtin_model_path("sums-moe") / "warmstart.json").read_text())
-    assert load_config(recipe) == WarmstartConfig.model_validate(record["recipe"])
+    assert load_config(recipe, [], WarmstartConfig) == WarmstartConfig.model_validate(record["recipe"])

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tracefp4.errors import TracefpError
 from tracefp4.formats.e2m1 import decode_packed, encode_e2m1, pack_codes, unpack_codes
 
 FLT_MAX = torch.finfo(torch.float32).max
@@ -24,7 +25,7 @@ DEFAULT = "default"
 EncodeScale = str | float | Tensor | None
 
 
-class FormatError(ValueError):
+class FormatError(TracefpError, ValueError):
     """A name, shape, dtype or encode scale that the format does not take."""
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tracefp4.errors import TracefpError
 from tracefp4.formats import FormatError, get_format
 
 FORMAT_VERSION = 1
@@ -40,7 +41,7 @@ _CRC = struct.Struct("<I")
 _SCALE_KINDS = ("none", "tensor", "row")
 
 
-class GuidanceError(ValueError):
+class GuidanceError(TracefpError, ValueError):
     """A guidance record that is damaged, unsupported, or does not belong to what it is used with."""
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 
 from pydantic import Field
 
-from tracefp4.config import StrictModel
+from tracefp4.config import StrictModel, did_you_mean
 from tracefp4.errors import TracefpError
 from tracefp4.nn import TrainerForward
 from tracefp4.recipe import QuantRecipe, resolve_guided_layers
@@ -29,18 +28,34 @@ class QuantConfig(StrictModel):
 
 @dataclass(frozen=True)
 class Guidance:
-    """What a guided mode records: layers ("deeper-half" or "all"), bits per value, decoding rule."""
+    """What a guided mode records: layers ("deeper-half" or "all"), bits per NVFP4 value, decoding rule."""
 
     layers: str
     bits: float
     rule: str
+
+    def bits_for(self, formats: list[str]) -> float:
+        """Bits of the same kind of record in these formats: MX blocks hold 32 values, and one low scale bit is enough.
+
+        Raises TracefpError where NVFP4 and MX are mixed: a record has one width.
+        """
+        mx = {name.startswith("mxfp4") for name in formats}
+        if len(mx) > 1:
+            raise TracefpError(
+                f"a guided mode needs quant.activations and quant.kv of one family, got {' and '.join(formats)}"
+            )
+        return _MX_BITS[self.bits] if mx == {True} else self.bits
+
+
+_MX_BITS = {1.125: 1.03125, 1.5: 1.25, 4.5: 4.25}
 
 
 @dataclass(frozen=True)
 class Method:
     """One mode of the trainer.
 
-    quantized: the rollout runs in FP4. forward: what the trainer mirrors. guidance: None records nothing.
+    quantized: the rollout runs in FP4. forward: what the trainer mirrors. guidance: None records nothing. dtype: set
+    where the mode is about the compute dtype of both paths; None takes rollout.dtype and train.dtype.
     """
 
     name: str
@@ -48,6 +63,7 @@ class Method:
     quantized: bool
     forward: TrainerForward
     guidance: Guidance | None = None
+    dtype: str | None = None
 
     def recipe(self, quant: QuantConfig, num_layers: int) -> QuantRecipe:
         """The numeric contract of a run of this mode."""
@@ -55,13 +71,16 @@ class Method:
             return QuantRecipe(num_layers=num_layers)
         part = {k: None if getattr(quant, k) == "none" else getattr(quant, k) for k in ("weights", "activations", "kv")}
         g = self.guidance
+        recorded = [name for name in (part["activations"], part["kv"]) if name is not None]
+        if g is not None and not recorded:
+            raise TracefpError(f"method {self.name} has nothing to guide: quant.activations and quant.kv are both none")
         return QuantRecipe(
             num_layers=num_layers,
             **part,
             encode_scale=quant.encode_scale,
             kv_encode_scale=quant.kv_encode_scale,
             guided_layers=resolve_guided_layers(g.layers if g else "none", num_layers),
-            bits=g.bits if g else 1.125,
+            bits=g.bits_for(recorded) if g else 1.125,
             rule=g.rule if g else "cell",
         )
 
@@ -79,8 +98,7 @@ def register(method: Method) -> Method:
 def get_method(name: str) -> Method:
     """Raises TracefpError with the nearest name for an unknown one."""
     if name not in _METHODS:
-        near = difflib.get_close_matches(name, _METHODS, n=1, cutoff=0.0)
-        raise TracefpError(f"unknown method {name!r}; did you mean {near[0]!r}? known: {', '.join(_METHODS)}")
+        raise TracefpError(f"unknown method {name!r}{did_you_mean(name, list(_METHODS))}")
     return _METHODS[name]
 
 

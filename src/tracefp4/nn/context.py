@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from tracefp4.formats import get_format
 from tracefp4.guidance import CompactGuidance, GuidanceError
 from tracefp4.nn.observe import SiteObserver
 from tracefp4.nn.rounding import fake_quantize, guided_round
@@ -120,7 +119,3 @@ class GuidanceContext:
     @property
     def weight_format(self) -> str | None:
         return self.recipe.weights if self.forward.weights else None
-
-    def block_size(self, site: str) -> int:
-        name = self.recipe.site_format(site)
-        return 1 if name is None else get_format(name).block_size

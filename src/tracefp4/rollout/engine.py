@@ -101,15 +101,21 @@ class RolloutEngine:
             self.recorder = SlotRecorder(
                 self.recipe, self.recipe.guided_layers, self.recipe.bits, slots, widths, self.device
             )
-        # Full codes take 4.25 bits a value in MX formats and 4.5 in the others; a record has one width, so a recipe
-        # that mixes them has no probe.
-        widths_of_codes = {4.25 if n.startswith("mx") else 4.5 for n in (self.recipe.activations, self.recipe.kv) if n}
-        if len(widths_of_codes) == 1:
-            (full,) = widths_of_codes
-            self.probe = SlotRecorder(self.recipe, range(s.layers), full, slots, widths, self.device)
+        self._make_probe = lambda: self._probe_recorder(slots, widths)
         self._experts = torch.zeros(
             slots, s.layers - len(s.dense_layers), s.experts_per_token, dtype=torch.int16, device=self.device
         )
+
+    def _probe_recorder(self, slots: int, widths: dict[str, int]) -> SlotRecorder | None:
+        """A recorder of full codes in all layers; made when the first request asks for it, since it is large.
+
+        Full codes take 4.25 bits a value in MX formats and 4.5 in the others; a record has one width, so a recipe that
+        mixes them has no probe.
+        """
+        full = {4.25 if n.startswith("mx") else 4.5 for n in (self.recipe.activations, self.recipe.kv) if n}
+        if len(full) != 1:
+            return None
+        return SlotRecorder(self.recipe, range(self.shape.layers), full.pop(), slots, widths, self.device)
 
     # -- weights ----------------------------------------------------------------------------------------------
 
@@ -152,6 +158,8 @@ class RolloutEngine:
                 f"request {request.request_id} needs {self.blocks.pages_for(total)} cache pages of {c.page_size}, "
                 f"the engine has {self.blocks.num_pages}; raise rollout.num_pages"
             )
+        if request.probe and self.probe is None:
+            self.probe = self._make_probe()
         seq = Sequence(request)
         self._by_id[request.request_id] = seq
         self.scheduler.add(seq)

@@ -187,6 +187,10 @@ class RolloutModel:
         norm = take("model.norm.weight", s.hidden)
         if s.tied_embeddings:
             head = embed
+            if "lm_head.weight" in given and not given["lm_head.weight"].equal(embed):
+                raise TracefpError(
+                    "weight lm_head.weight differs from the embedding it is tied to by the model's config"
+                )
             taken.add("lm_head.weight")
         else:
             head = take("lm_head.weight", s.vocab, s.hidden)

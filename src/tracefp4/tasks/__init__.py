@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tracefp4.tasks.base import Prompt, Task, TaskConfig, nearest_name_hint
+from tracefp4.config import did_you_mean
+from tracefp4.errors import TracefpError
+from tracefp4.tasks.base import Prompt, Task, TaskConfig
 from tracefp4.tasks.running_sums import RunningSums
 from tracefp4.tasks.tokenizer import build_tokenizer
 
@@ -17,8 +19,8 @@ def make_task(config: TaskConfig) -> Task:
     """The task that ``config.name`` names.
 
     Raises:
-        ValueError: no task has that name; the message holds the nearest one that exists.
+        TracefpError: no task has that name; the message holds the nearest one that exists.
     """
     if config.name not in TASKS:
-        raise ValueError(f"unknown task {config.name!r}: {nearest_name_hint(config.name, list(TASKS))}")
+        raise TracefpError(f"unknown task {config.name!r}{did_you_mean(config.name, list(TASKS))}")
     return TASKS[config.name](config)

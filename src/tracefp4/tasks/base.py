@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any, Protocol, Self, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -65,12 +64,12 @@ class TaskConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = "running_sums"
-    min_terms: int = Field(default=4, ge=2, le=12, description="fewest terms of an expression")
-    max_terms: int = Field(default=6, ge=2, le=12, description="most terms of an expression")
-    min_digits: int = Field(default=2, ge=1, le=6, description="fewest digits of a term")
+    min_terms: int = Field(default=3, ge=2, le=12, description="fewest terms of an expression")
+    max_terms: int = Field(default=5, ge=2, le=12, description="most terms of an expression")
+    min_digits: int = Field(default=1, ge=1, le=6, description="fewest digits of a term")
     max_digits: int = Field(default=2, ge=1, le=6, description="most digits of a term")
     free_letters: int = Field(
-        default=0,
+        default=4,
         ge=0,
         le=8,
         description="how many letters the reference solution may pick from before each step; 0 writes none",
@@ -84,9 +83,3 @@ class TaskConfig(BaseModel):
             if low > high:
                 raise ValueError(f"min_{what} = {low} is above max_{what} = {high}")
         return self
-
-
-def nearest_name_hint(name: str, valid: list[str]) -> str:
-    """The tail of an error message: the closest valid name, or all of them when none is close."""
-    close = get_close_matches(name, valid, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"valid names: {', '.join(sorted(valid))}"

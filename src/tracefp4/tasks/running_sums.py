@@ -86,12 +86,21 @@ class RunningSums:
         With ``free_letters`` > 0 each step opens with a letter drawn from the first so many of a to h. The
         letter means nothing: it is entropy that a policy can learn but never learn away.
         """
+        return self._written(prompt, slip_at=None, slip=0)
+
+    def flawed_solution(self, prompt: Prompt) -> str:
+        """As ``solution``, but one step is off by 1, 2 or 10 and the rest follows from it: the answer is wrong."""
+        chance = Random("slip" + prompt.text)
+        slip_at = chance.randrange(1, len(_TERM.findall(prompt.text)))
+        return self._written(prompt, slip_at, chance.choice((-10, -2, -1, 1, 2, 10)))
+
+    def _written(self, prompt: Prompt, slip_at: int | None, slip: int) -> str:
         terms = _TERM.findall(prompt.text)
         alphabet = FREE_LETTERS[: self.config.free_letters]
         letters = Random(prompt.text)  # seeded by the text, so that the function stays pure
         total, steps = int(terms[0]), []
-        for term in terms[1:]:
-            after = total + int(term)
+        for index, term in enumerate(terms[1:], start=1):
+            after = total + int(term) + (slip if index == slip_at else 0)
             letter = letters.choice(alphabet) if alphabet else ""
             steps.append(f"{letter}{total}{term}={after};")
             total = after

@@ -120,20 +120,24 @@ class GRPOTrainer:
             yield name, p.detach()
 
     def update(self, batch: RolloutBatch) -> dict[str, float]:
-        """One RL step. Metrics: METHODS section 3. A batch in which no group has an advantage changes nothing."""
-        kept = assign_advantages(batch.trajectories, self.config.advantage_eps)
-        metrics = {"train/groups_skipped_share": 1 - len(kept) / len(batch.trajectories)}
-        if not kept:
-            self._version += 1
-            return metrics
+        """One RL step. Metrics: METHODS section 3.
+
+        A batch in which no group has an advantage changes no weight; the distance of the two paths is then measured
+        on its first micro_batch_size trajectories. Raises ValueError for an empty batch.
+        """
+        answered = [t for t in batch.trajectories if t.response_ids]
+        if not answered:
+            raise ValueError("the rollout batch holds no trajectory with a response")
+        kept = assign_advantages(answered, self.config.advantage_eps)
+        metrics = {"train/no_advantage_share": 1 - len(kept) / len(answered)}
         counts, observer = RowCounts(), SiteObserver()
-        mini_batches = self._plan(kept, counts)
+        mini_batches = self._plan(kept or answered[: self.config.micro_batch_size], counts)
         metrics |= self._old_logprobs([m for mini in mini_batches for m in mini], observer)
         metrics |= observer.metrics()
         if self.builder.guided:
             metrics |= counts.metrics()
         sums: dict[str, list[float]] = defaultdict(list)
-        for mini in mini_batches:
+        for mini in mini_batches if kept else []:
             for name, value in self._optimizer_step(mini).items():
                 sums[name].append(value)
         metrics |= {name: sum(v) / len(v) for name, v in sums.items()}

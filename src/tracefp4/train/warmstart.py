@@ -15,19 +15,20 @@ import shutil
 import sys
 import tempfile
 import time
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any, Self
 
 import torch
 import transformers
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from transformers import PreTrainedTokenizerBase, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from tracefp4.config import load_config
+from tracefp4.errors import TracefpError
 from tracefp4.tasks import Prompt, Task, TaskConfig, build_tokenizer, make_task
-from tracefp4.tasks.base import nearest_name_hint
-from tracefp4.tasks.running_sums import WARMSTART_FIRST_STEP
+from tracefp4.tasks.running_sums import WARMSTART_FIRST_STEP, RunningSums
 
 IGNORED_LABEL = -100
 MAX_NEW_TOKENS = 96
@@ -80,6 +81,14 @@ class OptimizerConfig(BaseModel):
         "longer terms alone rests on a plateau; never evaluated on",
     )
 
+    mistake_share: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="share of the written solutions that hold one slip: a policy that has seen careless solutions "
+        "errs at random, which RL can mend, rather than by lack of skill",
+    )
+
 
 class StopConfig(BaseModel):
     """The band of sampled held-out pass rate (temperature 1.0) in which the warm start ends."""
@@ -111,38 +120,8 @@ class WarmstartConfig(BaseModel):
     stop: StopConfig = StopConfig()
 
 
-class WarmstartError(Exception):
+class WarmstartError(TracefpError):
     """A warm start that cannot begin or did not reach its band; the message is one sentence for the user."""
-
-
-def load_config(path: Path) -> WarmstartConfig:
-    """Read a TOML recipe.
-
-    Raises:
-        WarmstartError: the file is missing or not TOML, or a key or value is invalid; an unknown key is named
-            together with the nearest valid one.
-    """
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise WarmstartError(f"no recipe at {path}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise WarmstartError(f"{path} is not valid TOML: {error}") from error
-    try:
-        return WarmstartConfig.model_validate(document)
-    except ValidationError as error:
-        lines = [_describe(problem["loc"], problem["type"], problem["msg"]) for problem in error.errors()]
-        raise WarmstartError(f"{path}: " + "; ".join(lines)) from error
-
-
-def _describe(location: tuple[int | str, ...], kind: str, message: str) -> str:
-    dotted = ".".join(str(part) for part in location)
-    if kind != "extra_forbidden":
-        return f"{dotted or 'recipe'}: {message}"
-    section: Any = WarmstartConfig
-    for part in location[:-1]:
-        section = section.model_fields[str(part)].annotation
-    return f"unknown key {dotted!r}, {nearest_name_hint(str(location[-1]), list(section.model_fields))}"
 
 
 def build_model(config: WarmstartConfig, tokenizer: PreTrainedTokenizerBase) -> Qwen3MoeForCausalLM:
@@ -172,7 +151,9 @@ def build_model(config: WarmstartConfig, tokenizer: PreTrainedTokenizerBase) -> 
     return Qwen3MoeForCausalLM(hf_config).float()
 
 
-def supervised_batch(task: Task, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase) -> dict[str, torch.Tensor]:
+def supervised_batch(
+    teacher: Teacher | Task, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase
+) -> dict[str, torch.Tensor]:
     """Right-padded rows of prompt + solution + end-of-sequence.
 
     Returns:
@@ -180,7 +161,7 @@ def supervised_batch(task: Task, prompts: list[Prompt], tokenizer: PreTrainedTok
         prompt and on padding: the loss covers response tokens only, the end-of-sequence token included.
     """
     heads = [tokenizer(prompt.text).input_ids for prompt in prompts]
-    tails = [[*tokenizer(task.solution(prompt)).input_ids, tokenizer.eos_token_id] for prompt in prompts]
+    tails = [[*tokenizer(teacher.solution(prompt)).input_ids, tokenizer.eos_token_id] for prompt in prompts]
     rows = [head + tail for head, tail in zip(heads, tails, strict=True)]
     width = max(map(len, rows))
     input_ids = torch.full((len(rows), width), int(tokenizer.pad_token_id), dtype=torch.int64)
@@ -190,6 +171,17 @@ def supervised_batch(task: Task, prompts: list[Prompt], tokenizer: PreTrainedTok
         labels[i, len(head) : len(row)] = torch.tensor(row[len(head) :])
     mask = (torch.arange(width)[None] < torch.tensor([len(row) for row in rows])[:, None]).long()
     return {"input_ids": input_ids, "attention_mask": mask, "labels": labels}
+
+
+class Teacher:
+    """Writes solutions for the supervised batches, a share of them with a slip; a pure function of the prompt."""
+
+    def __init__(self, task: RunningSums, mistake_share: float) -> None:
+        self.task, self.mistake_share = task, mistake_share
+
+    def solution(self, prompt: Prompt) -> str:
+        careless = Random("careless" + prompt.text).random() < self.mistake_share
+        return self.task.flawed_solution(prompt) if careless else self.task.solution(prompt)
 
 
 class Curriculum:
@@ -291,12 +283,13 @@ def train(
         weight_decay=options.weight_decay,
     )
     curriculum = Curriculum(task, config)
+    teacher = Teacher(RunningSums(config.task), options.mistake_share)
     peak_rate, below, steps_of_below, rate, loss = options.learning_rate, _snapshot(model), 0, 0.0, 0.0
     steps = 0
     for data_step in range(options.max_steps):
         for group in optimizer.param_groups:
             group["lr"] = peak_rate * min(1.0, (data_step + 1) / max(1, options.warmup_steps))
-        batch = supervised_batch(task, curriculum.prompts(data_step), tokenizer)
+        batch = supervised_batch(teacher, curriculum.prompts(data_step), tokenizer)
         loss = _update(model, optimizer, batch, options.max_grad_norm)
         steps += 1
         if (data_step + 1) % stop.eval_every and data_step + 1 < options.max_steps:
@@ -465,8 +458,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     transformers.utils.logging.disable_progress_bar()
     try:
-        record = run_warmstart(load_config(Path(arguments[0])), Path(arguments[1]))
-    except (WarmstartError, ValueError) as error:
+        record = run_warmstart(load_config(arguments[0], [], WarmstartConfig), Path(arguments[1]))
+    except TracefpError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     rate = record["pass_rate"]

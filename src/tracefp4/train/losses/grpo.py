@@ -37,7 +37,8 @@ def grpo_loss(
     the rollout's log-probs and w_t = 1; then nothing corrects for the two paths' distance but the clip.
     """
     reference = rollout_logprobs if bypass else old_logprobs
-    log_ratio = torch.where(mask, logprobs - reference, 0.0)
+    # Bounded, since e^89 is infinite in FP32 and infinity times the clip's zero gradient is NaN.
+    log_ratio = torch.where(mask, logprobs - reference, 0.0).clamp(-20, 20)
     ratio = log_ratio.exp()
     if bypass:
         weight = torch.ones_like(ratio)
