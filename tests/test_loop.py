@@ -103,6 +103,26 @@ def test_probe_every_zero_records_no_codes() -> None:
     assert "code_mismatch/before" not in metrics
 
 
+def test_the_trained_policy_is_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
+    run_training(small("trace", run={"save_every": 1}), tmp_path)
+    again = TrainingRun(small("trace", model={"path": str(tmp_path / "checkpoint")}))
+    first = TrainingRun(small("trace"))
+    assert not again.engine.model._head.equal(first.engine.model._head)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "metrics.jsonl", "run.json", "timing.jsonl"]
+
+
+def test_dtypes_of_the_two_paths_must_agree() -> None:
+    with pytest.raises(ValueError, match=r"rollout.dtype bfloat16 and train.dtype float32 differ"):
+        small("qat", train={"dtype": "float32"})
+
+
+def test_another_seed_draws_other_problems() -> None:
+    texts = [
+        [p.text for p in TrainingRun(small("bf16", run={"seed": seed})).task.train_prompts(0, 4)] for seed in (0, 1, 0)
+    ]
+    assert texts[0] == texts[2] != texts[1]
+
+
 def test_a_truncated_response_scores_zero() -> None:
     run = TrainingRun(small("bf16", sampling={"max_new_tokens": 3}))
     metrics, _ = run.step(0)

@@ -91,9 +91,10 @@ def compare(
         for mode in modes
     ]
     started = time.monotonic()
+    origin = provenance()  # now: the sources may be edited while the runs go on
     with _signals_as_exit(), _display(console, children) as show:
         _run_all(children, jobs, _child_environment(threads), show, console)
-    summary = {**summarize(out_dir, modes, seeds), **provenance(), "jobs": jobs, "threads_per_run": threads}
+    summary = {**summarize(out_dir, modes, seeds), **origin, "jobs": jobs, "threads_per_run": threads}
     summary["wall_seconds"] = {"total": time.monotonic() - started, **{c.mode: c.seconds for c in children}}
     write_json_atomic(out_dir / SUMMARY, summary)
     (out_dir / TABLE).write_text(markdown_table(summary), encoding="utf-8")

@@ -7,6 +7,8 @@ the weights of step k.
 from __future__ import annotations
 
 import hashlib
+import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -18,7 +20,7 @@ from pydantic import Field, model_validator
 from transformers import AutoConfig, AutoTokenizer
 
 from tracefp4.assets import builtin_model_path
-from tracefp4.config import StrictModel
+from tracefp4.config import StrictModel, config_hash
 from tracefp4.errors import TracefpError
 from tracefp4.guidance.store import MemoryStore
 from tracefp4.methods import QuantConfig, get_method
@@ -56,16 +58,18 @@ class LoopConfig(StrictModel):
     """steps: RL steps. seed: of everything random. eval_prompts: held-out problems, 0 to skip; evaluated before the
     first and after the last step, and every eval_every steps where that is not 0. probe_trajectories: responses per
     probed step whose full codes are kept for the mismatch metrics; probe_every: probe every n-th step, 0 never.
-    threads: of torch, 0 leaves its choice."""
+    threads: of torch, 0 leaves its choice. save_every: write the policy to checkpoint/ every n-th step as well as at
+    the end, each time in place of the last."""
 
     steps: int = Field(60, ge=1)
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**30)
     eval_prompts: int = Field(0, ge=0)
     eval_every: int = Field(0, ge=0)
     probe_trajectories: int = Field(8, ge=0)
     probe_every: int = Field(1, ge=0)
     threads: int = Field(0, ge=0)
     tensorboard: bool = True
+    save_every: int = Field(0, ge=0)
 
 
 class RunConfig(StrictModel):
@@ -83,6 +87,11 @@ class RunConfig(StrictModel):
     @model_validator(mode="after")
     def _known_method(self) -> RunConfig:
         get_method(self.method.name)
+        if self.rollout.dtype != self.train.dtype:
+            raise ValueError(
+                f"rollout.dtype {self.rollout.dtype} and train.dtype {self.train.dtype} differ: the two paths would "
+                "quantize different weights"
+            )
         return self
 
 
@@ -116,11 +125,16 @@ class TrainingRun:
         if self.method.dtype is not None:
             rollout = rollout.model_copy(update={"dtype": self.method.dtype})
             train = train.model_copy(update={"dtype": self.method.dtype})
-        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise TracefpError(f"the tokenizer in {path} cannot be read: {error}") from error
         for name in ("pad_token_id", "eos_token_id"):
             if getattr(self.tokenizer, name) is None:
                 raise TracefpError(f"the tokenizer in {path} has no {name}; set one in its tokenizer_config.json")
-        self.task: Task = make_task(config.task)
+        # Another seed is another run: other problems too, not only other samples of the same ones.
+        task = config.task.model_copy(update={"seed": config.task.seed + config.run.seed})
+        self.task: Task = make_task(task)
         self.store = MemoryStore()
         hf_config = AutoConfig.from_pretrained(path)
         self.recipe = self.method.recipe(config.quant, hf_config.num_hidden_layers)
@@ -169,13 +183,15 @@ class TrainingRun:
         probing = c.run.probe_every and index % c.run.probe_every == 0
         requests = self.requests(prompts, n, f"step{index}", c.run.probe_trajectories if probing else 0)
         clock = [time.perf_counter()]
+        preemptions = self.engine.scheduler.num_preemptions
         trajectories = self.engine.generate(requests)
         clock.append(time.perf_counter())
-        for i, t in enumerate(trajectories):
-            t.group = i // n
-            t.reward = self.score(prompts[t.group], t)
-        metrics = self._rollout_metrics(trajectories)
         try:
+            for i, t in enumerate(trajectories):
+                t.group = i // n
+                t.reward = self.score(prompts[t.group], t)
+            metrics = self._rollout_metrics(trajectories)
+            metrics["rollout/preemptions"] = float(self.engine.scheduler.num_preemptions - preemptions)
             metrics |= self.trainer.update(RolloutBatch(trajectories, self.engine.version))
         finally:
             handles: list[GuidanceHandle] = [h for t in trajectories for h in (t.guidance, t.probe) if h is not None]
@@ -184,13 +200,14 @@ class TrainingRun:
         self.engine.update_weights(self.trainer.named_weights(), self.trainer.version)
         clock.append(time.perf_counter())
         tokens = sum(len(t.response_ids) for t in trajectories)
+        taught = sum(len(t.response_ids) for t in trajectories if t.advantage)
         rollout_s, train_s, sync_s = (b - a for a, b in pairwise(clock))
         timing = {
             "rollout_seconds": rollout_s,
             "train_seconds": train_s,
             "weight_sync_seconds": sync_s,
             "rollout_tokens_per_second": tokens / rollout_s,
-            "train_tokens_per_second": tokens / train_s,
+            "train_tokens_per_second": taught / train_s,
         }
         return metrics, timing
 
@@ -199,7 +216,7 @@ class TrainingRun:
         rewards = [t.reward for t in trajectories]
         lengths = [len(t.response_ids) for t in trajectories]
         rows = sum(t.num_rows for t in trajectories)
-        stored = sum(self.store.get(t.guidance).payload_nbytes for t in trajectories if t.guidance is not None)
+        stored = sum(t.guidance.nbytes for t in trajectories if t.guidance is not None)
         return {
             "reward/mean": sum(rewards) / count,
             "response/length_mean": sum(lengths) / count,
@@ -207,8 +224,21 @@ class TrainingRun:
             "response/truncated_share": sum(t.finish_reason == "length" for t in trajectories) / count,
             "policy/lag": float(self.trainer.version - self.engine.version),
             "guidance/bytes_per_token": stored / rows,
-            "rollout/preemptions": float(self.engine.scheduler.num_preemptions),
         }
+
+    def save(self, directory: Path) -> None:
+        """Writes weights (compute dtype), config and tokenizer as a Hugging Face directory, whole or not at all."""
+        staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+        try:
+            self.trainer.model.save_pretrained(staging)
+            self.tokenizer.save_pretrained(staging)
+            staging.chmod(0o755)  # mkdtemp makes it private
+            if directory.exists():
+                shutil.rmtree(directory)
+            staging.rename(directory)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
 
     def evaluate(self, tag: str) -> float | None:
         """Pass rate on held-out problems, one sampled response each, in the mode's own rollout form."""
@@ -225,7 +255,7 @@ class TrainingRun:
 def run_training(
     config: RunConfig, run_dir: Path, on_step: Callable[[int, dict[str, float]], None] | None = None
 ) -> dict[str, Any]:
-    """Trains one method as configured and writes metrics.jsonl, timing.jsonl and run.json to run_dir.
+    """Trains one method as configured and writes metrics.jsonl, timing.jsonl, run.json and checkpoint/ to run_dir.
 
     Returns the run's summary: held-out pass rate before and after, with its n. Raises TracefpError for what the user
     can mend, FloatingPointError where the numbers broke.
@@ -233,7 +263,14 @@ def run_training(
     run = TrainingRun(config)
     write_json_atomic(
         run_dir / "run.json",
-        provenance() | {"recipe_hash": run.recipe.hash, "method": run.method.name, "seed": config.run.seed},
+        provenance()
+        | {
+            "recipe_hash": run.recipe.hash,
+            "config_hash": config_hash(config),
+            "method": run.method.name,
+            "seed": config.run.seed,
+            "threads": torch.get_num_threads(),
+        },
     )
     summary: dict[str, Any] = {"method": run.method.name, "seed": config.run.seed, "steps": config.run.steps}
     start = run.evaluate("start")
@@ -250,8 +287,11 @@ def run_training(
                     metrics["eval/pass_rate"] = rate
             logger.log(index, metrics, timing)
             bar.step(reward=metrics["reward/mean"], diff=metrics.get("mismatch/logprob_abs_diff_mean", 0.0))
+            if config.run.save_every and (index + 1) % config.run.save_every == 0:
+                run.save(run_dir / "checkpoint")
             if on_step:
                 on_step(index, metrics)
+    run.save(run_dir / "checkpoint")
     end = run.evaluate("end")
     if start is not None:
         summary |= {

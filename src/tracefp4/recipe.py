@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 
 from torch import Tensor
 
+from tracefp4.errors import TracefpError
 from tracefp4.formats import QuantizedBlocks, get_format
 
 ENCODE_SCALES = ("row", "row-pow2")
@@ -47,18 +48,18 @@ class QuantRecipe:
             if name is not None:
                 get_format(name)  # raises by name
         if self.encode_scale not in ENCODE_SCALES:
-            raise ValueError(f"encode_scale must be one of {', '.join(ENCODE_SCALES)}, got {self.encode_scale!r}")
+            raise TracefpError(f"encode_scale must be one of {', '.join(ENCODE_SCALES)}, got {self.encode_scale!r}")
         if self.rule not in RULES:
-            raise ValueError(f"rule must be one of {', '.join(RULES)}, got {self.rule!r}")
+            raise TracefpError(f"rule must be one of {', '.join(RULES)}, got {self.rule!r}")
         object.__setattr__(self, "kv_encode_scale", float(self.kv_encode_scale))  # 1 and 1.0 must hash alike
         object.__setattr__(self, "bits", float(self.bits))
         if self.num_layers < 1:
-            raise ValueError(f"num_layers must be >= 1, got {self.num_layers}")
+            raise TracefpError(f"num_layers must be >= 1, got {self.num_layers}")
         if not self.kv_encode_scale > 0:
-            raise ValueError(f"kv_encode_scale must be > 0, got {self.kv_encode_scale}")
+            raise TracefpError(f"kv_encode_scale must be > 0, got {self.kv_encode_scale}")
         bad = [i for i in self.guided_layers if not 0 <= i < self.num_layers]
         if bad or list(self.guided_layers) != sorted(set(self.guided_layers)):
-            raise ValueError(f"guided_layers must ascend within 0..{self.num_layers - 1}, got {self.guided_layers}")
+            raise TracefpError(f"guided_layers must ascend within 0..{self.num_layers - 1}, got {self.guided_layers}")
 
     @property
     def quantized(self) -> bool:
@@ -87,10 +88,13 @@ class QuantRecipe:
 
 
 def resolve_guided_layers(which: str, num_layers: int) -> tuple[int, ...]:
-    """ "none", "all" or "deeper-half" (the floor(N/2) deepest) as layer numbers. Raises ValueError otherwise."""
+    """Layer numbers of "none", "all" or "deeper-half": the floor(N/2) deepest of N, at least one.
+
+    Raises TracefpError for another word.
+    """
     if which not in GUIDED_LAYERS:
-        raise ValueError(f"guided layers must be one of {', '.join(GUIDED_LAYERS)}, got {which!r}")
-    count = {"none": 0, "deeper-half": num_layers // 2, "all": num_layers}[which]
+        raise TracefpError(f"guided layers must be one of {', '.join(GUIDED_LAYERS)}, got {which!r}")
+    count = {"none": 0, "deeper-half": max(1, num_layers // 2), "all": num_layers}[which]
     return tuple(range(num_layers - count, num_layers))
 
 

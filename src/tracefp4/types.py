@@ -70,12 +70,13 @@ class Request:
 class GuidanceHandle:
     """Names the guidance of one trajectory in a store; travels in its place (bits stay in the store).
 
-    rows: L - 1. recipe_hash: of the recipe it was recorded under.
+    rows: L - 1. recipe_hash: of the recipe it was recorded under. nbytes: packed rows and their encode scales.
     """
 
     sample_id: str
     rows: int
     recipe_hash: str
+    nbytes: int = 0
 
 
 @dataclass
@@ -85,7 +86,8 @@ class Trajectory:
     prompt_ids [P], response_ids [R] (Python ints); logprobs f32 [R], natural log, of the sampled token under
     the temperature-scaled distribution before top-p; versions int32 [R], the policy version that sampled each
     response token; row_versions int32 [L - 1], the version that forwarded each row; routed_experts int16
-    [L - 1, M, K] over the M layers that have routed experts, or None where there are none or rows are missing;
+    [L - 1, M, K] over the M layers that have routed experts, -1 in rows that were forwarded twice, or None where there
+    are none or rows are missing;
     finish_reason: "stop", "length" or "abort".
     guidance and probe are handles into the guidance store, None where nothing was recorded.
     """

@@ -68,7 +68,8 @@ def test_importance_values() -> None:
     m = importance_metrics(torch.tensor([1.0, 2.0, 10.0], dtype=torch.float64).log(), cap=5.0)
     want = {
         "tis/mean": 8 / 3,
-        "tis/max": 10.0,
+        "tis/max": 5.0,
+        "tis/max_untruncated": 10.0,
         "tis/clip_frac": 1 / 3,
         "tis/ess": 64 / 90,
         "tis/ess_untruncated": 169 / 315,

@@ -81,7 +81,7 @@ def test_changes_of_structure_are_found() -> None:
 def test_wrong_handles_are_refused_by_reason() -> None:
     store = MemoryStore()
     handle = store.put("s", record())
-    assert handle == GuidanceHandle("s", ROWS, "abc")
+    assert handle == GuidanceHandle("s", ROWS, "abc", record().payload_nbytes)
     cases = [
         (replace(handle, sample_id="t"), "^missing: no guidance of sample t"),
         (replace(handle, rows=4), "^rows: sample s has 5 rows, its handle says 4"),

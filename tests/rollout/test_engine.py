@@ -353,8 +353,11 @@ def test_preemption_changes_no_token_and_marks_its_rows(plain: dict[str, Traject
         check_contract(engine, t)
         valid = record(engine, t.guidance).valid
         n = recomputed[name]
-        assert valid.tolist() == [False] * n + [True] * (t.num_rows - n)
+        valid = valid.tolist()
+        assert valid == [False] * n + [True] * (t.num_rows - n)
         assert n < t.num_rows
+        assert t.routed_experts is not None
+        assert ((t.routed_experts >= 0).all(-1).all(-1) == torch.tensor(valid)).all()
 
 
 def test_pages_are_clean_for_their_next_owner() -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tracefp4.errors import TracefpError
 from tracefp4.formats import get_format, list_formats
 from tracefp4.rollout.kv_pool import DenseKVPool, QuantizedKVPool, make_kv_pool
 
@@ -78,7 +79,7 @@ def test_dense_pool_keeps_values() -> None:
 
 
 def test_what_cannot_be_stored_is_refused() -> None:
-    with pytest.raises(ValueError, match="head_dim 24"):
+    with pytest.raises(TracefpError, match="head_dim 24"):
         make_kv_pool(1, 4, 1, 24, torch.bfloat16, "nvfp4", 1.0, "cpu")
-    with pytest.raises(ValueError, match="finite"):
+    with pytest.raises(TracefpError, match="finite"):
         make_kv_pool(1, 4, 1, 32, torch.bfloat16, "nvfp4", float("inf"), "cpu")

@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tracefp4.errors import TracefpError
 from tracefp4.tasks import Prompt, TaskConfig, make_task
 from tracefp4.tasks.running_sums import MAX_STEP, TEST_POOL, WARMSTART_FIRST_STEP
 
@@ -43,7 +44,7 @@ def test_deduplication_works_where_collisions_are_certain():
 
 def test_too_small_a_space_is_refused():
     tiny = make_task(TaskConfig(min_terms=2, max_terms=2, min_digits=1, max_digits=1))
-    with pytest.raises(ValueError, match="raise max_terms or max_digits"):
+    with pytest.raises(TracefpError, match="raise max_terms or max_digits"):
         tiny.train_prompts(0, 8)
 
 
@@ -65,13 +66,13 @@ def test_test_set_ignores_the_seed_and_is_pinned():
 
 @pytest.mark.parametrize(("step", "n"), [(-1, 1), (MAX_STEP, 1), (0, 0), (0, 2**16 + 1)])
 def test_train_prompts_refuses(step, n):
-    with pytest.raises(ValueError, match="must lie in"):
+    with pytest.raises(TracefpError, match="must lie in"):
         TASK.train_prompts(step, n)
 
 
 @pytest.mark.parametrize("n", [0, TEST_POOL + 1])
 def test_test_prompts_refuses(n):
-    with pytest.raises(ValueError, match="must lie in"):
+    with pytest.raises(TracefpError, match="must lie in"):
         TASK.test_prompts(n)
 
 

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import Tensor
@@ -142,7 +144,7 @@ def test_every_row_is_the_record_of_its_token(formats: dict) -> None:
 def test_replayed_experts_line_up_and_end_with_the_rows() -> None:
     batch = [trajectory("a", (5, 6, 7, 8, 9)), trajectory("b", (9, 9, 9)), trajectory("c", (1, 2, 3))]
     batch[2].routed_experts = None
-    experts = replayed_experts(TrainBatch.collate(batch, 0), (0, 2, 3), TOP_K)
+    experts = replayed_experts(TrainBatch.collate(batch, 0), (0, 2, 3), TOP_K, 0)
     assert set(experts) == {0, 2, 3}
     for column, layer in enumerate((0, 2, 3)):
         chosen, valid = experts[layer]
@@ -157,7 +159,21 @@ def test_experts_of_another_shape_are_refused() -> None:
     t = trajectory("a", (5, 6, 7, 8))
     t.routed_experts = t.routed_experts[:-1]
     with pytest.raises(GuidanceError, match=r"routed experts of a have shape \(2, 3, 2\), expected \(3, 3, 2\)"):
-        replayed_experts(TrainBatch.collate([t], 0), MOE_LAYERS, TOP_K)
+        replayed_experts(TrainBatch.collate([t], 0), MOE_LAYERS, TOP_K, 0)
+
+
+def test_rows_recomputed_or_too_old_are_not_replayed() -> None:
+    t = stored(MemoryStore(), "a", (1, 2, 3, 4))
+    assert t.routed_experts is not None
+    t.routed_experts[0] = -1
+    t.row_versions = torch.tensor([5, 1, 5], dtype=torch.int32)
+    batch = TrainBatch.collate([t], 0)
+    experts, valid = replayed_experts(batch, MOE_LAYERS, TOP_K, oldest_version=2)[MOE_LAYERS[0]]
+    assert valid.tolist() == [False, False, True, False]
+    assert (experts >= 0).all()
+    counts = RowCounts()
+    counts.add_replay(batch, {0: (experts, valid)})
+    assert counts.replay_metrics() == {"router/replayed_share": 1 / 3}
 
 
 def test_keys_are_unique_and_unguided_batches_carry_experts_only() -> None:
@@ -169,7 +185,8 @@ def test_keys_are_unique_and_unguided_batches_carry_experts_only() -> None:
     assert len({mb.key for mb in built}) == 3
     assert not any(mb.guidance for mb in built)
     assert set(built[0].experts) == set(MOE_LAYERS)
-    assert counts == RowCounts()
+    assert (counts.total, counts.guided, counts.reasons) == (0, 0, Counter())
+    assert counts.replay_metrics() == {"router/replayed_share": 1.0}
     assert counts.metrics()["guidance/guided_share"] == 0
 
 

@@ -339,7 +339,9 @@ def test_groups_without_a_signal_are_not_trained_on() -> None:
     trainer = make_trainer("trace-all", "float32", store)
     metrics = trainer.update(RolloutBatch(partly, 0))
     assert metrics["train/no_advantage_share"] == pytest.approx(2 / 3)
-    assert metrics["guidance/rows"] == sum(t.num_rows for t in partly if not t.group)
+    assert metrics["guidance/rows"] == sum(t.num_rows for t in partly), "the distance is measured on all of them"
+    counted = trainer.update(RolloutBatch([t for t in partly if not t.group], 0))
+    assert counted["train/no_advantage_share"] == 0
 
 
 def test_a_reward_that_is_not_finite_changes_nothing() -> None:

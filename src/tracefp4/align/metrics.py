@@ -47,7 +47,8 @@ def importance_metrics(log_weight: Tensor, cap: float) -> dict[str, float]:
     n = w.numel()
     return {
         "tis/mean": float(t.mean()),
-        "tis/max": float(w.max()),
+        "tis/max": float(t.max()),
+        "tis/max_untruncated": float(w.max()),
         "tis/clip_frac": float((w > cap).double().mean()),
         "tis/ess": float(t.sum() ** 2 / (n * (t**2).sum())),
         "tis/ess_untruncated": float(w.sum() ** 2 / (n * (w**2).sum())),

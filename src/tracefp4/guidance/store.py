@@ -104,7 +104,7 @@ class MemoryStore:
         if sample_id in self._records:
             raise GuidanceError(f"guidance of sample {sample_id} is already in the store")
         self._records[sample_id] = (record, record.checksum())
-        return GuidanceHandle(sample_id, record.rows, record.recipe_hash)
+        return GuidanceHandle(sample_id, record.rows, record.recipe_hash, record.payload_nbytes)
 
     def get(self, handle: GuidanceHandle) -> TrajectoryGuidance:
         """Raises GuidanceError: "missing", "rows", "recipe" or "checksum" first in its text."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from pydantic import Field
 
@@ -22,7 +23,7 @@ class QuantConfig(StrictModel):
     weights: str = "nvfp4"
     activations: str = "nvfp4"
     kv: str = "nvfp4"
-    encode_scale: str = "row-pow2"
+    encode_scale: Literal["row", "row-pow2"] = "row-pow2"
     kv_encode_scale: float = Field(1.0, gt=0)
 
 

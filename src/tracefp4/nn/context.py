@@ -101,9 +101,8 @@ class GuidanceContext:
         if self.observer is not None and mb is not None and (site, layer) in mb.probe:
             assert mb.probe_rows is not None
             used = None if guidance is None else guidance.select(mb.probe_rows)
-            self.observer.observe(
-                site, layer, x_NK.detach()[mb.probe_rows], mb.probe[site, layer], used, own, self.recipe.rule
-            )
+            rows, applied = x_NK.detach()[mb.probe_rows], self.quantizes(site)
+            self.observer.observe(site, layer, rows, mb.probe[site, layer], used, own, self.recipe.rule, applied)
         if not self.quantizes(site):
             return x_NK
         if guidance is None:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tracefp4.errors import TracefpError
 
@@ -17,15 +18,17 @@ def load_policy(path: Path, dtype: str) -> PreTrainedModel:
     Raises TracefpError where weights are missing or misshapen: transformers would fill missing ones with random
     numbers and only log it.
     """
-    AutoConfig.from_pretrained(path, local_files_only=True)
-    # The annotation: transformers types the return value without the loading info.
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        path,
-        dtype=getattr(torch, dtype),
-        local_files_only=True,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # reported below, by name
-    )
+    try:
+        # The annotation: transformers types the return value without the loading info.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=getattr(torch, dtype),
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, by name
+        )
+    except (OSError, SafetensorError) as error:
+        raise TracefpError(f"checkpoint {path} cannot be read: {error}") from error
     model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:

@@ -38,9 +38,11 @@ class SiteObserver:
         used: CompactGuidance | None,
         own_encode_scale: str | float | None,
         rule: str,
+        applied: bool = True,
     ) -> None:
         """x f32/bf16 [n, K]: the trainer's values; rollout: full-width record of the same rows; used: the compact
-        record the forward rounds by (None: nearest)."""
+        record the forward rounds by (None: nearest); applied: whether the forward rounds here at all, without which
+        there is no "after"."""
         keep = rollout.valid
         if not bool(keep.any()):
             return
@@ -57,8 +59,9 @@ class SiteObserver:
         s["blocks"] += truth.scales.numel()
         truth_values = fmt.dequantize(truth)
         s["norm2"] += float(truth_values.double().pow(2).sum())
-        for when, blocks in (("before", own), ("after", after)):
-            self._compare(s, when, truth, truth_values, blocks)
+        self._compare(s, "before", truth, truth_values, own)
+        if applied:
+            self._compare(s, "after", truth, truth_values, after)
 
     @staticmethod
     def _compare(
@@ -102,6 +105,8 @@ class SiteObserver:
     def _rates(s: dict[str, float]) -> dict[str, float]:
         out = {}
         for when in ("before", "after"):
+            if f"differ/{when}" not in s:
+                continue
             out[f"code_mismatch/{when}"] = s[f"differ/{when}"] / s["values"]
             out[f"scale_mismatch/{when}"] = s[f"scale/{when}"] / s["blocks"]
             out[f"d_act/{when}"] = (s[f"d2/{when}"] / s["norm2"]) ** 0.5 if s["norm2"] else 0.0

@@ -27,7 +27,7 @@ from typing import Any
 from tracefp4.errors import TracefpError
 
 METRICS, TIMING, CONFIG, FINAL = "metrics.jsonl", "timing.jsonl", "config.json", "final.json"
-_OURS = frozenset({METRICS, TIMING, CONFIG, FINAL, "run.json", "tensorboard"})
+_OURS = frozenset({METRICS, TIMING, CONFIG, FINAL, "run.json", "checkpoint", "tensorboard"})
 
 
 class RunFolderError(TracefpError):

@@ -5,9 +5,8 @@ Layout read: `out_dir/<method>/seed<k>/{metrics.jsonl, final.json}`.
 Each figure is first reduced over the steps of one seed, then over seeds, so that "median of 3 seeds" means
 what it says:
 
-    logprob_abs_diff_mean    mean over the steps that carry it of mismatch/logprob_abs_diff_mean (a step that
-                             trains on nothing, as all its rewards are equal, carries none)
-    logprob_abs_diff_max     max over the same steps of mismatch/logprob_abs_diff_max
+    logprob_abs_diff_mean    mean over the steps of mismatch/logprob_abs_diff_mean
+    logprob_abs_diff_max     max over the steps of mismatch/logprob_abs_diff_max
     reward                   mean over the last quarter of the steps (rounded up) of reward/mean
     code_mismatch_before     mean over the steps that carry it of code_mismatch/before
     code_mismatch_after      the same of code_mismatch/after

@@ -89,7 +89,6 @@ class RolloutEngine:
         )
         self._make_recorders(slots)
         self._by_id: dict[str, Sequence] = {}
-        self.tokens_sampled = 0
 
     def _make_recorders(self, slots: int) -> None:
         s = self.shape
@@ -272,7 +271,6 @@ class RolloutEngine:
         seqs = [s.seq for s in batch if s.samples]
         for seq, (token, logprob) in zip(seqs, drawn, strict=True):
             seq.append(token, logprob, self._version)
-        self.tokens_sampled += len(seqs)
         return [self._finish(s) for s in seqs if s.finish_reason]
 
     def _finish(self, seq: Sequence) -> Trajectory:
@@ -285,6 +283,8 @@ class RolloutEngine:
         row_versions = torch.tensor(seq.row_versions, dtype=torch.int32)
         missing = len(seq.tokens) - 1 - rows
         experts = self._experts[slots].cpu() if self._experts.shape[1] and not missing else None
+        if experts is not None:
+            experts[: seq.num_recomputed] = -1  # two passes chose them; neither is right for all later tokens
         trajectory = Trajectory(
             request_id=seq.request.request_id,
             prompt_ids=tuple(seq.request.prompt_ids),

@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from tracefp4.errors import TracefpError
 from tracefp4.formats import E2M1_VALUES, Format, QuantizedBlocks, decode_e4m3, get_format
 
 
@@ -72,7 +73,7 @@ class QuantizedKVPool(KVPool):
     ) -> None:
         self.format: Format = get_format(format_name)
         if head_dim % self.format.block_size:
-            raise ValueError(
+            raise TracefpError(
                 f"head_dim {head_dim} is not a multiple of the {format_name} block of {self.format.block_size}; "
                 "set the recipe's kv format to none for this model"
             )
@@ -125,5 +126,5 @@ def make_kv_pool(
     if format_name is None:
         return DenseKVPool(layers, slots, heads, head_dim, dtype, device)
     if encode_scale is not None and not math.isfinite(encode_scale):
-        raise ValueError(f"kv_encode_scale must be finite, got {encode_scale}")
+        raise TracefpError(f"kv_encode_scale must be finite, got {encode_scale}")
     return QuantizedKVPool(layers, slots, heads, head_dim, format_name, encode_scale, device)

@@ -58,6 +58,7 @@ class ModelShape:
             )
         rope = dict(getattr(c, "rope_parameters", None) or {})
         for field, ok, value in (
+            ("rope_theta", rope.get("rope_theta") is not None, rope.get("rope_theta")),
             ("rope_type", rope.get("rope_type", "default") == "default", rope.get("rope_type")),
             ("hidden_act", c.hidden_act == "silu", c.hidden_act),
             ("sliding_window", c.sliding_window is None, c.sliding_window),

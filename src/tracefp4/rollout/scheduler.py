@@ -50,7 +50,7 @@ class Scheduler:
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
             stop = min(len(seq.tokens), seq.num_computed + budget)
-            # One page beyond the known tokens, so that admission does not preempt a running sequence next step.
+            # One token beyond the known ones, so that admission does not preempt a running sequence next step.
             reserve = len(seq.tokens) + (1 if self.running else 0)
             if not self.blocks.can_grow(seq, reserve):
                 break

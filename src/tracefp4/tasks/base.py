@@ -33,7 +33,7 @@ class Task(Protocol):
         """``n`` problems with distinct texts for one RL step, none of them in the test set.
 
         Raises:
-            ValueError: ``step`` or ``n`` is out of range, or the config admits too few distinct problems.
+            TracefpError: ``step`` or ``n`` is out of range, or the config admits too few distinct problems.
         """
         ...
 
@@ -41,7 +41,7 @@ class Task(Protocol):
         """The first ``n`` held-out problems, the same for every seed so that seeds can be compared.
 
         Raises:
-            ValueError: ``n`` exceeds the held-out pool.
+            TracefpError: ``n`` exceeds the held-out pool.
         """
         ...
 

@@ -10,6 +10,7 @@ from functools import lru_cache
 from random import Random
 from typing import Any
 
+from tracefp4.errors import TracefpError
 from tracefp4.tasks.base import Prompt, TaskConfig
 from tracefp4.tasks.tokenizer import EOS_TOKEN, FREE_LETTERS
 
@@ -38,19 +39,19 @@ class RunningSums:
         """``n`` problems with distinct expressions, none in the test pool; deterministic in (seed, step).
 
         Raises:
-            ValueError: ``step`` or ``n`` is out of range, or the config admits too few distinct expressions.
+            TracefpError: ``step`` or ``n`` is out of range, or the config admits too few distinct expressions.
         """
         if not 0 <= step < MAX_STEP:
-            raise ValueError(f"step must lie in [0, {MAX_STEP}), got {step}")
+            raise TracefpError(f"step must lie in [0, {MAX_STEP}), got {step}")
         if not 1 <= n <= MAX_TRAIN_PROMPTS:
-            raise ValueError(f"n must lie in [1, {MAX_TRAIN_PROMPTS}], got {n}")
+            raise TracefpError(f"n must lie in [1, {MAX_TRAIN_PROMPTS}], got {n}")
         first_seed = 2**64 + self.config.seed * MAX_STEP * STEP_WINDOW + step * STEP_WINDOW
         # The stride bounds the search: a config with few expressions fails fast instead of spinning.
         candidates = min(STEP_WINDOW, 64 * n + 1024)
         held_out = _test_expressions(self._difficulty)
         prompts = _distinct(self._difficulty, f"train-{step}", first_seed, candidates, n, held_out)
         if len(prompts) < n:
-            raise ValueError(
+            raise TracefpError(
                 f"this task config gives only {len(prompts)} distinct training problems, {n} were asked for; "
                 "raise max_terms or max_digits"
             )
@@ -60,11 +61,11 @@ class RunningSums:
         """The first ``n`` of the held-out pool (at most 4096 problems), independent of the seed.
 
         Raises:
-            ValueError: ``n`` is below 1 or above the pool's size.
+            TracefpError: ``n`` is below 1 or above the pool's size.
         """
         pool = _test_pool(self._difficulty)
         if not 1 <= n <= len(pool):
-            raise ValueError(f"n must lie in [1, {len(pool)}], the held-out pool; got {n}")
+            raise TracefpError(f"n must lie in [1, {len(pool)}], the held-out pool; got {n}")
         return list(pool[:n])
 
     def score(self, prompt: Prompt, response_text: str) -> float:

@@ -28,8 +28,19 @@ class RowCounts:
     total: int = 0
     guided: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
+    forwarded: int = 0
+    replayed: int = 0
+
+    def add_replay(self, batch: TrainBatch, experts: dict[int, tuple[Tensor, Tensor]]) -> None:
+        """Counts the rows whose routing is replayed (the same in every layer)."""
+        self.forwarded += sum(t.num_rows for t in batch.trajectories)
+        self.replayed += int(next(iter(experts.values()))[1].sum()) if experts else 0
+
+    def replay_metrics(self) -> dict[str, float]:
+        return {"router/replayed_share": self.replayed / self.forwarded if self.forwarded else 0.0}
 
     def metrics(self) -> dict[str, float]:
+        """``guided_share`` is the share of forwarded rows with a usable record; it says nothing of unguided layers."""
         out = {"guidance/rows": float(self.total), "guidance/guided_rows": float(self.guided)}
         out["guidance/guided_share"] = self.guided / self.total if self.total else 0.0
         for reason in ("missing", "checksum", "recipe", "rows", "token", "stale", "invalid"):
@@ -119,10 +130,13 @@ def assemble(
 
 
 def replayed_experts(
-    batch: TrainBatch, moe_layers: Sequence[int], experts_per_token: int
+    batch: TrainBatch, moe_layers: Sequence[int], experts_per_token: int, oldest_version: int
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Per layer the rollout's experts, (int64 [N, K], bool [N] valid) on the batch's device; padding and last tokens
-    are invalid."""
+    """Per layer the rollout's experts, (int64 [N, K], bool [N] valid) on the batch's device.
+
+    Padding, last tokens, rows marked -1 (recomputed after a preemption) and rows of versions below oldest_version are
+    invalid: there the router chooses by itself.
+    """
     B, T = batch.input_ids.shape
     experts = torch.zeros(B, T, len(moe_layers), experts_per_token, dtype=torch.int64)
     valid = torch.zeros(B, T, dtype=torch.bool)
@@ -135,8 +149,9 @@ def replayed_experts(
                 f"routed experts of {t.request_id} have shape {tuple(t.routed_experts.shape)}, "
                 f"expected {(n, len(moe_layers), experts_per_token)}"
             )
-        experts[b, :n] = t.routed_experts.long()
-        valid[b, :n] = True
+        if moe_layers:
+            experts[b, :n] = t.routed_experts.long().clamp(min=0)
+            valid[b, :n] = (t.routed_experts[:, 0, 0] >= 0) & (t.row_versions >= oldest_version)
     device = batch.input_ids.device
     experts, flat = experts.to(device), valid.view(-1).to(device)
     return {layer: (experts[:, :, i].reshape(B * T, -1), flat) for i, layer in enumerate(moe_layers)}
@@ -164,7 +179,10 @@ class MicroBatchBuilder:
         """version: the trainer's policy version before this step's updates; rows recorded under versions older than
         it by more than max_version_diff fall back."""
         self._key += 1
-        mb = MicroBatch(self._key, experts=replayed_experts(batch, self.moe_layers, self.experts_per_token))
+        oldest = version - self.max_version_diff
+        experts = replayed_experts(batch, self.moe_layers, self.experts_per_token, oldest)
+        mb = MicroBatch(self._key, experts=experts)
+        counts.add_replay(batch, experts)
         T = batch.input_ids.shape[1]
         if self.guided and self.recipe.guided_layers:
             records = [fetch(self.store, t.guidance, t, self.recipe, counts) for t in batch.trajectories]

@@ -122,8 +122,8 @@ class GRPOTrainer:
     def update(self, batch: RolloutBatch) -> dict[str, float]:
         """One RL step. Metrics: METHODS section 3.
 
-        A batch in which no group has an advantage changes no weight; the distance of the two paths is then measured
-        on its first micro_batch_size trajectories. Raises ValueError for an empty batch.
+        The distance of the two paths is measured on all trajectories, not only on those that teach: which groups
+        have an advantage depends on the mode. Raises ValueError for an empty batch.
         """
         answered = [t for t in batch.trajectories if t.response_ids]
         if not answered:
@@ -131,13 +131,15 @@ class GRPOTrainer:
         kept = assign_advantages(answered, self.config.advantage_eps)
         metrics = {"train/no_advantage_share": 1 - len(kept) / len(answered)}
         counts, observer = RowCounts(), SiteObserver()
-        mini_batches = self._plan(kept or answered[: self.config.micro_batch_size], counts)
-        metrics |= self._old_logprobs([m for mini in mini_batches for m in mini], observer)
-        metrics |= observer.metrics()
+        teaching = {id(t) for t in kept}
+        mini_batches = self._plan(kept, counts)
+        others = self._micro_batches([t for t in answered if id(t) not in teaching], counts)
+        metrics |= self._old_logprobs([m for mini in [*mini_batches, others] for m in mini], observer)
+        metrics |= observer.metrics() | counts.replay_metrics()
         if self.builder.guided:
             metrics |= counts.metrics()
         sums: dict[str, list[float]] = defaultdict(list)
-        for mini in mini_batches if kept else []:
+        for mini in mini_batches:
             for name, value in self._optimizer_step(mini).items():
                 sums[name].append(value)
         metrics |= {name: sum(v) / len(v) for name, v in sums.items()}
@@ -147,19 +149,19 @@ class GRPOTrainer:
     # -- parts of an update -----------------------------------------------------------------------------------
 
     def _plan(self, kept: list[Trajectory], counts: RowCounts) -> list[list[_Micro]]:
-        """Shuffles trajectories into mini-batches, and those into micro-batches of similar length."""
+        """Shuffles trajectories into mini-batches."""
         order = torch.randperm(len(kept), generator=self.generator).tolist()
         minis = min(self.config.updates_per_rollout, len(kept))
-        size = self.config.micro_batch_size
-        out = []
-        for u in range(minis):
-            share = sorted((kept[i] for i in order[u::minis]), key=lambda t: len(t.token_ids))
-            micros = []
-            for start in range(0, len(share), size):
-                batch = TrainBatch.collate(share[start : start + size], self.pad_id, self.device)
-                micros.append(_Micro(batch, self.builder.build(batch, self._version, counts)))
-            out.append(micros)
-        return out
+        return [self._micro_batches([kept[i] for i in order[u::minis]], counts) for u in range(minis)]
+
+    def _micro_batches(self, trajectories: list[Trajectory], counts: RowCounts) -> list[_Micro]:
+        """Micro-batches of trajectories of similar length."""
+        ordered, size = sorted(trajectories, key=lambda t: len(t.token_ids)), self.config.micro_batch_size
+        micros = []
+        for start in range(0, len(ordered), size):
+            batch = TrainBatch.collate(ordered[start : start + size], self.pad_id, self.device)
+            micros.append(_Micro(batch, self.builder.build(batch, self._version, counts)))
+        return micros
 
     def _old_logprobs(self, micros: list[_Micro], observer: SiteObserver) -> dict[str, float]:
         """Log-probs under the weights that the rollout had, by the same guided forward that is trained."""

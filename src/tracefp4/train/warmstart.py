@@ -193,7 +193,7 @@ class Curriculum:
         self.task = task
         self.easy_task = make_task(config.task.model_copy(update={"min_digits": 1, "max_digits": 1}))
         # The variant keeps clear of its own test pool, which differs from the task's when terms may be short.
-        self.held_out = {prompt.text for prompt in task.test_prompts(config.stop.eval_problems)}
+        self.held_out = {prompt.text for prompt in task.test_prompts(min(2 * config.stop.eval_problems, 4096))}
 
     def prompts(self, data_step: int) -> list[Prompt]:
         """The batch of optimizer step ``data_step``, slightly short where an easy problem is held out."""
