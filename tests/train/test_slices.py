@@ -1,8 +1,7 @@
 """From stored records to rows: which fall back, why, and that the rest line up with their tokens."""
 
-from dataclasses import replace
-
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch

@@ -186,10 +186,8 @@ class RolloutEngine:
             return []
         step = self._prepare(batch)
         logits, captured = self.model.forward(step, self.pool)
-        # Drawn before anything is settled: where sampling raises, the same rows simply run again.
-        drawn = self._sample(batch, logits)
         self._record(batch, step, captured)
-        return self._append(batch, drawn)
+        return self._sample(batch, logits)
 
     def generate(self, requests: Seq[Request], progress: Callable[[int], None] | None = None) -> list[Trajectory]:
         """Runs requests to their end; the result has their order. progress(n) is told of n finished ones.
@@ -244,7 +242,7 @@ class RolloutEngine:
         return StepInput(*(x.to(device) for x in moved))
 
     def _record(self, batch: list[Scheduled], step: StepInput, captured: Captured) -> None:
-        """Writes the step's rows to the slot buffers and advances the sequences."""
+        """Writes the step's rows to the slot buffers; the same rows may be written again."""
         if self.recorder is not None:
             self.recorder.write(step.slots, captured.blocks)
         if self.probe is not None and any(s.seq.request.probe for s in batch):
@@ -253,22 +251,19 @@ class RolloutEngine:
             self.probe.write(step.slots[rows], captured.blocks, rows)
         if captured.experts is not None:
             self._experts.index_copy_(0, step.slots, captured.experts)
+
+    def _sample(self, batch: list[Scheduled], logits: Tensor) -> list[Trajectory]:
+        """Draws a token for every sequence whose rows are complete; returns the trajectories that end with it."""
+        seqs = [s.seq for s in batch if s.samples]
+        drawn: list[tuple[int, float]] = []
+        if seqs:
+            positions = torch.tensor([len(s.tokens) for s in seqs], device=logits.device)
+            ids, logprobs = sample(logits, [s.request.sampling for s in seqs], positions)
+            drawn = list(zip(ids.tolist(), logprobs.tolist(), strict=True))
+        # Settled only now: where sampling raises, the same rows simply run again.
         for s in batch:
             s.seq.num_computed = s.stop
             s.seq.row_versions.extend([self._version] * (s.stop - s.start))
-
-    def _sample(self, batch: list[Scheduled], logits: Tensor) -> list[tuple[int, float]]:
-        """(token, log-prob) of every sequence of the batch that samples."""
-        seqs = [s.seq for s in batch if s.samples]
-        if not seqs:
-            return []
-        positions = torch.tensor([len(s.tokens) for s in seqs], device=logits.device)
-        ids, logprobs = sample(logits, [s.request.sampling for s in seqs], positions)
-        return list(zip(ids.tolist(), logprobs.tolist(), strict=True))
-
-    def _append(self, batch: list[Scheduled], drawn: list[tuple[int, float]]) -> list[Trajectory]:
-        """Gives the sequences their tokens; returns the trajectories that end with them."""
-        seqs = [s.seq for s in batch if s.samples]
         for seq, (token, logprob) in zip(seqs, drawn, strict=True):
             seq.append(token, logprob, self._version)
         return [self._finish(s) for s in seqs if s.finish_reason]
