@@ -79,7 +79,9 @@ def test_the_two_paths_agree_in_fp32(tmp_path: Path) -> None:
     fp32 = {"rollout": {"dtype": "float32"}, "train": {"dtype": "float32", **SMALL["train"]}}
     run_training(small("bf16", **fp32), tmp_path)
     for line in metrics_of(tmp_path):
-        assert line.get("mismatch/logprob_abs_diff_max", 0.0) <= 1e-5
+        assert line["mismatch/logprob_abs_diff_mean"] <= 1e-6
+        # Each path's own FP32 error on this checkpoint, against FP64, reaches 2.5e-5 at a single token.
+        assert line["mismatch/logprob_abs_diff_max"] <= 5e-5
 
 
 def test_weights_reach_the_rollout() -> None:
