@@ -40,10 +40,14 @@ class FakeLoop(types.ModuleType):
     def __init__(self) -> None:
         super().__init__("tracefp4.loop")
         self.calls: list[tuple[FakeConfig, Path]] = []
+        self.resumed: list[bool] = []
         self.fail: BaseException | None = None
 
-    def run_training(self, config: FakeConfig, run_dir: Path) -> dict[str, Any]:
+    STATES = "states"
+
+    def run_training(self, config: FakeConfig, run_dir: Path, resume: bool = False) -> dict[str, Any]:
         self.calls.append((config, run_dir))
+        self.resumed.append(resume)
         with RunLogger(run_dir, tensorboard=False) as logger:
             for step in range(config.run.steps):
                 logger.log(step, {"reward/mean": 0.5})
@@ -89,7 +93,7 @@ def test_train_several_seeds_and_options_anywhere(loop: FakeLoop) -> None:
 
 
 def test_the_loops_own_final_summary_stays(loop: FakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    def writes_final(config: FakeConfig, run_dir: Path) -> dict[str, Any]:
+    def writes_final(config: FakeConfig, run_dir: Path, resume: bool = False) -> dict[str, Any]:
         (run_dir / "final.json").write_text('{"own": 1}')
         return {"reward": 0.5}
 
@@ -109,7 +113,7 @@ def test_overwrite(loop: FakeLoop, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_run_without_a_step_leaves_its_folder_free(loop: FakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_model(config: FakeConfig, run_dir: Path) -> dict[str, Any]:
+    def no_model(config: FakeConfig, run_dir: Path, resume: bool = False) -> dict[str, Any]:
         raise TracefpError("model.path is no checkpoint")
 
     with monkeypatch.context() as patch:
@@ -119,6 +123,20 @@ def test_a_run_without_a_step_leaves_its_folder_free(loop: FakeLoop, monkeypatch
     loop.fail = TracefpError("the store is full")
     assert run("train", "r.toml", "--out", "out") == 2
     assert Path("out/metrics.jsonl").read_text().count("\n") == 2  # steps are kept
+
+
+def test_resume_without_a_state_starts_anew(loop: FakeLoop) -> None:
+    Path("out").mkdir()
+    Path("out/metrics.jsonl").write_text('{"step": 0}\n')
+    assert run("train", "r.toml", "--out", "out", "--resume") == 0
+    assert len(Path("out/metrics.jsonl").read_text().splitlines()) == 2
+    assert loop.resumed == [True]
+
+
+def test_resume_and_overwrite_contradict(loop: FakeLoop, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("train", "r.toml", "--out", "out", "--resume", "--overwrite") == 2
+    assert "--resume goes on with a run and --overwrite removes it" in capsys.readouterr().err
+    assert loop.calls == []
 
 
 def test_no_seed_starts_if_one_folder_is_taken(loop: FakeLoop) -> None:

@@ -6,6 +6,7 @@ Commands import what they run on use, so that `--help` answers at once.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -35,6 +36,7 @@ Overrides = Annotated[
     typer.Argument(metavar="[KEY=VALUE]...", help="Settings of the recipe to change, e.g. train.lr=1e-4."),
 ]
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to write.", show_default=False)]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run from its newest state.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the runs that are in the folder.")]
 
 
@@ -80,10 +82,13 @@ def train(
         typer.Option(metavar="0,1,2", help="Train once per seed, into DIR/seed<k>; without it once, into DIR."),
     ] = None,
     overwrite: Overwrite = False,
+    resume: Resume = False,
 ) -> None:
     """Train one method as the recipe says."""
     from tracefp4.compare import SEED_KEY
 
+    if resume and overwrite:
+        raise ConfigError("--resume goes on with a run and --overwrite removes it: give one of them")
     settings = list(overrides or [])
     if seeds is None:
         planned = [(out, _run_config(recipe, settings))]
@@ -93,7 +98,7 @@ def train(
         planned = [
             (out / f"seed{seed}", _run_config(recipe, [*settings, f"{SEED_KEY}={seed}"])) for seed in parse_seeds(seeds)
         ]
-    _train_all(planned, overwrite)
+    _train_all(planned, overwrite, resume)
 
 
 @app.command()
@@ -160,19 +165,26 @@ def _run_config(recipe: str, overrides: list[str]) -> RunConfig:
     return load_config(recipe, overrides, RunConfig)
 
 
-def _train_all(planned: list[tuple[Path, RunConfig]], overwrite: bool) -> None:
+def _train_all(planned: list[tuple[Path, RunConfig]], overwrite: bool, resume: bool) -> None:
     """Runs one after another; every folder is made, or refused, before the first run starts."""
-    from tracefp4.loop import run_training
+    from tracefp4.loop import STATES, run_training
     from tracefp4.report import create_run_dir, write_json_atomic
     from tracefp4.report.logger import CONFIG, FINAL, METRICS
 
     for run_dir, _ in planned:
-        create_run_dir(run_dir, overwrite=overwrite)
+        if not (resume and any(run_dir.glob(f"{STATES}/step-*"))):
+            create_run_dir(run_dir, overwrite=overwrite or resume)  # stopped before its first state: from the start
     for run_dir, config in planned:
+        if resume and (run_dir / FINAL).exists():
+            steps = json.loads((run_dir / FINAL).read_text(encoding="utf-8")).get("steps")
+            if steps == config.run.steps:
+                print(f"{run_dir}: complete already", flush=True)
+                continue
+            (run_dir / FINAL).unlink()  # goes on to more steps
         started = time.monotonic()
         write_json_atomic(run_dir / CONFIG, resolved(config))
         try:
-            final = run_training(config, run_dir)
+            final = run_training(config, run_dir, resume=resume)
         except BaseException:
             metrics = run_dir / METRICS
             if not metrics.exists() or not metrics.stat().st_size:

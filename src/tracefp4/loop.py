@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 from transformers import AutoConfig, AutoTokenizer
 
 from tracefp4.assets import builtin_model_path
-from tracefp4.config import StrictModel, config_hash
+from tracefp4.config import StrictModel, config_hash, resolved
 from tracefp4.errors import TracefpError
 from tracefp4.guidance.store import MemoryStore
 from tracefp4.methods import QuantConfig, get_method
@@ -29,8 +29,11 @@ from tracefp4.report import RunLogger, progress, write_json_atomic
 from tracefp4.report.provenance import provenance
 from tracefp4.rollout.engine import RolloutConfig, RolloutEngine
 from tracefp4.tasks import Prompt, Task, TaskConfig, make_task
+from tracefp4.train.checkpoint import check_config, load_latest, save_state
 from tracefp4.train.trainer import GRPOTrainer, TrainConfig
 from tracefp4.types import GuidanceHandle, Request, RolloutBatch, SamplingParams, Trajectory
+
+STATES = "states"
 
 
 class ModelConfig(StrictModel):
@@ -59,7 +62,8 @@ class LoopConfig(StrictModel):
     first and after the last step, and every eval_every steps where that is not 0. probe_trajectories: responses per
     probed step whose full codes are kept for the mismatch metrics; probe_every: probe every n-th step, 0 never.
     threads: of torch, 0 leaves its choice. save_every: write the policy to checkpoint/ every n-th step as well as at
-    the end, each time in place of the last."""
+    the end, each time in place of the last. state_every: write what a resumed run needs every n-th step, 0 never;
+    keep_states: how many of them stay."""
 
     steps: int = Field(60, ge=1)
     seed: int = Field(0, ge=0, lt=2**30)
@@ -70,6 +74,8 @@ class LoopConfig(StrictModel):
     threads: int = Field(0, ge=0)
     tensorboard: bool = True
     save_every: int = Field(0, ge=0)
+    state_every: int = Field(10, ge=0)
+    keep_states: int = Field(2, ge=1)
 
 
 class RunConfig(StrictModel):
@@ -252,15 +258,49 @@ class TrainingRun:
         return sum(self.score(p, t) for p, t in zip(prompts, trajectories, strict=True)) / n
 
 
+FREE_ON_RESUME = frozenset(
+    f"run.{key}" for key in ("steps", "save_every", "state_every", "keep_states", "tensorboard", "threads")
+)
+"""Settings that a resumed run may change."""
+
+
+def _save_state(run: TrainingRun, run_dir: Path, finished: int, start: float | None) -> None:
+    tensors, counters = run.trainer.state()
+    facts = {
+        "config": resolved(run.config),
+        "recipe_hash": run.recipe.hash,
+        "counters": counters,
+        "pass_rate_start": start,
+    }
+    save_state(run_dir / STATES, finished, tensors, facts, run.config.run.keep_states)
+
+
+def _resume(run: TrainingRun, run_dir: Path) -> tuple[int, float | None]:
+    """Loads the newest state; returns (finished steps, pass rate at the start). (0, None) where there is no state."""
+    loaded = load_latest(run_dir / STATES)
+    if loaded is None:
+        return 0, None
+    tensors, facts = loaded
+    check_config(facts["config"], resolved(run.config), FREE_ON_RESUME)
+    run.trainer.load_state(tensors, facts["counters"])
+    run.engine.update_weights(run.trainer.named_weights(), run.trainer.version)
+    return facts["step"], facts["pass_rate_start"]
+
+
 def run_training(
-    config: RunConfig, run_dir: Path, on_step: Callable[[int, dict[str, float]], None] | None = None
+    config: RunConfig,
+    run_dir: Path,
+    on_step: Callable[[int, dict[str, float]], None] | None = None,
+    resume: bool = False,
 ) -> dict[str, Any]:
     """Trains one method as configured and writes metrics.jsonl, timing.jsonl, run.json and checkpoint/ to run_dir.
 
+    resume: go on from the newest state in run_dir; the metrics are then those of a run that was never interrupted.
     Returns the run's summary: held-out pass rate before and after, with its n. Raises TracefpError for what the user
     can mend, FloatingPointError where the numbers broke.
     """
     run = TrainingRun(config)
+    first, start = _resume(run, run_dir) if resume else (0, None)
     write_json_atomic(
         run_dir / "run.json",
         provenance()
@@ -273,12 +313,13 @@ def run_training(
         },
     )
     summary: dict[str, Any] = {"method": run.method.name, "seed": config.run.seed, "steps": config.run.steps}
-    start = run.evaluate("start")
+    if not first:
+        start = run.evaluate("start")
     with (
-        RunLogger(run_dir, tensorboard=config.run.tensorboard) as logger,
-        progress(config.run.steps, f"{run.method.name}, seed {config.run.seed}") as bar,
+        RunLogger(run_dir, tensorboard=config.run.tensorboard, first_step=first) as logger,
+        progress(config.run.steps - first, f"{run.method.name}, seed {config.run.seed}") as bar,
     ):
-        for index in range(config.run.steps):
+        for index in range(first, config.run.steps):
             metrics, timing = run.step(index)
             every = config.run.eval_every
             if every and (index + 1) % every == 0 and index + 1 < config.run.steps:
@@ -289,6 +330,9 @@ def run_training(
             bar.step(reward=metrics["reward/mean"], diff=metrics.get("mismatch/logprob_abs_diff_mean", 0.0))
             if config.run.save_every and (index + 1) % config.run.save_every == 0:
                 run.save(run_dir / "checkpoint")
+            last = index + 1 == config.run.steps
+            if config.run.state_every and ((index + 1) % config.run.state_every == 0 or last):
+                _save_state(run, run_dir, index + 1, start)
             if on_step:
                 on_step(index, metrics)
     run.save(run_dir / "checkpoint")

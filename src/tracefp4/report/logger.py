@@ -27,7 +27,7 @@ from typing import Any
 from tracefp4.errors import TracefpError
 
 METRICS, TIMING, CONFIG, FINAL = "metrics.jsonl", "timing.jsonl", "config.json", "final.json"
-_OURS = frozenset({METRICS, TIMING, CONFIG, FINAL, "run.json", "checkpoint", "tensorboard"})
+_OURS = frozenset({METRICS, TIMING, CONFIG, FINAL, "run.json", "checkpoint", "states", "tensorboard"})
 
 
 class RunFolderError(TracefpError):
@@ -94,7 +94,8 @@ class RunLogger:
     The folder may hold a config.json already, but no metrics: two runs never share a file.
     """
 
-    def __init__(self, run_dir: str | Path, tensorboard: bool = True) -> None:
+    def __init__(self, run_dir: str | Path, tensorboard: bool = True, first_step: int = 0) -> None:
+        """first_step: go on from here; lines of later steps, and a last line cut short, are dropped first."""
         self.run_dir = Path(run_dir)
         self.nonfinite = 0
         """Figures written as null so far."""
@@ -102,11 +103,14 @@ class RunLogger:
         self._last_step: int | None = None
         metrics = self.run_dir / METRICS
         ensure_dir(self.run_dir)
-        if metrics.exists() and metrics.stat().st_size:
+        if first_step:
+            for name in (METRICS, TIMING):
+                _keep_steps_before(self.run_dir / name, first_step)
+        elif metrics.exists() and metrics.stat().st_size:
             raise RunFolderError(f"{metrics} is of another run: choose another folder with --out or pass --overwrite")
         for name in (METRICS, TIMING):
             (self.run_dir / name).touch()
-        self._writer = _summary_writer(self.run_dir) if tensorboard else None
+        self._writer = _summary_writer(self.run_dir, first_step) if tensorboard else None
 
     def log(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float] | None = None) -> None:
         """Writes one line to each file. Steps must increase; values are numbers or tensors of one element."""
@@ -119,6 +123,8 @@ class RunLogger:
                 raise ValueError("'step' is the line's own key and no metric may take it")
             with open(self.run_dir / file, "a", encoding="utf-8") as out:
                 out.write(json.dumps({**line, "step": step}, sort_keys=True, allow_nan=False) + "\n")
+                out.flush()
+                os.fsync(out.fileno())  # a state that is saved next must not know more than this file
             for name, value in line.items():
                 if self._writer is not None and value is not None:
                     self._writer.add_scalar(prefix + name, value, step)
@@ -173,8 +179,28 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
-def _summary_writer(run_dir: Path) -> Any:
+def _keep_steps_before(path: Path, step: int) -> None:
+    """Rewrites a metrics or timing file with the lines of steps 0..step-1; RunFolderError where one is missing."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    kept = lines[:step]
+    for index, line in enumerate(kept):
+        if not line.endswith("\n") or json.loads(line)["step"] != index:
+            kept = kept[:index]
+            break
+    if len(kept) < step:
+        raise RunFolderError(f"{path} lacks step {len(kept)}, so the run cannot go on from step {step}: start it anew")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.chmod(temporary, 0o644)
+    os.replace(temporary, path)
+
+
+def _summary_writer(run_dir: Path, first_step: int) -> Any:
     # Imported on use: it pulls in tensorboard, which takes a second that `--help` should not pay.
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(str(run_dir / "tensorboard"))
+    # purge_step: the viewer forgets what an earlier process wrote of steps that are run again.
+    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step or None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+_ADAM = (("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"), ("step", "steps"))
+
 
 class MasterOptimizer:
     """The model computes in its own dtype; gradients are summed and weights updated in FP32.
@@ -60,7 +62,29 @@ class MasterOptimizer:
                     p.copy_(m)
         return norm
 
-    def master_weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """FP32 weights by parameter name."""
-        by_param = {id(p): m.detach() for p, m in zip(self.params, self.masters, strict=True)}
-        return {name: by_param[id(p)] for name, p in model.named_parameters() if id(p) in by_param}
+    def state_tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        """Masters and AdamW moments, f32, as ``master.NAME``, ``exp_avg.NAME``, ``exp_avg_sq.NAME``, ``steps.NAME``."""
+        out: dict[str, Tensor] = {}
+        for name, master in self._named_masters(model):
+            out[f"master.{name}"] = master.detach()
+            for key, label in _ADAM:
+                if key in self.adamw.state[master]:
+                    out[f"{label}.{name}"] = self.adamw.state[master][key]
+        return out
+
+    def load_state_tensors(self, model: nn.Module, tensors: dict[str, Tensor]) -> None:
+        """Inverse of ``state_tensors``; sets the model's weights too. Raises KeyError for a missing tensor."""
+        with torch.no_grad():
+            for (name, master), p in zip(self._named_masters(model), self.params, strict=True):
+                master.copy_(tensors[f"master.{name}"])
+                if p is not master:
+                    p.copy_(master)
+                if f"exp_avg.{name}" in tensors:
+                    self.adamw.state[master] = {
+                        key: tensors[f"{label}.{name}"].to(master.device if label != "steps" else "cpu").clone()
+                        for key, label in _ADAM
+                    }
+
+    def _named_masters(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        names = {id(p): name for name, p in model.named_parameters()}
+        return [(names[id(p)], m) for p, m in zip(self.params, self.masters, strict=True)]

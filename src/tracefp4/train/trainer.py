@@ -119,6 +119,18 @@ class GRPOTrainer:
         for name, p in self.model.named_parameters():
             yield name, p.detach()
 
+    def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """(tensors, counters): all that the next update depends on."""
+        tensors = self.optimizer.state_tensors(self.model)
+        tensors["generator"] = self.generator.get_state()
+        return tensors, {"version": self._version, "optimizer_steps": self._optimizer_steps}
+
+    def load_state(self, tensors: dict[str, Tensor], counters: dict[str, int]) -> None:
+        """Inverse of ``state``. Raises KeyError for a tensor or counter that is missing."""
+        self.optimizer.load_state_tensors(self.model, tensors)
+        self.generator.set_state(tensors["generator"])
+        self._version, self._optimizer_steps = counters["version"], counters["optimizer_steps"]
+
     def update(self, batch: RolloutBatch) -> dict[str, float]:
         """One RL step. Metrics: METHODS section 3.
 

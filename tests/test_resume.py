@@ -1,0 +1,125 @@
+"""A run that is stopped and resumed writes the metrics of one that never was."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tracefp4.errors import TracefpError
+from tracefp4.loop import RunConfig, run_training
+
+RECIPE = """
+[method]
+name = "trace-all"
+[sampling]
+prompts_per_step = 2
+samples_per_prompt = 8
+max_new_tokens = 48
+[train]
+updates_per_rollout = 2
+micro_batch_size = 8
+[run]
+steps = 5
+eval_prompts = 2
+state_every = 2
+threads = 1
+tensorboard = false
+"""
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("reference")
+    run_training(config(), run_dir)
+    return run_dir
+
+
+def config(**run: object) -> RunConfig:
+    import tomllib
+
+    data = tomllib.loads(RECIPE)
+    data["run"] |= run
+    return RunConfig.model_validate(data)
+
+
+def stop_after(step: int):  # type: ignore[no-untyped-def]
+    def on_step(index: int, _: dict[str, float]) -> None:
+        if index == step:
+            raise Stop
+
+    return on_step
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_metrics_are_those_of_an_unbroken_run(step: int, reference: Path, tmp_path: Path) -> None:
+    with pytest.raises(Stop):
+        run_training(config(), tmp_path, stop_after(step))
+    summary = run_training(config(), tmp_path, resume=True)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == (reference / "metrics.jsonl").read_bytes()
+    steps = [json.loads(line)["step"] for line in (tmp_path / "timing.jsonl").read_text().splitlines()]
+    assert steps == [0, 1, 2, 3, 4]
+    assert summary["eval/pass_rate_start"] is not None
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "checkpoint" / name).read_bytes() == (reference / "checkpoint" / name).read_bytes()
+
+
+def test_a_line_cut_short_by_the_kill_is_written_again(reference: Path, tmp_path: Path) -> None:
+    with pytest.raises(Stop):
+        run_training(config(), tmp_path, stop_after(2))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"reward/mean": 0.')
+    run_training(config(), tmp_path, resume=True)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == (reference / "metrics.jsonl").read_bytes()
+
+
+def test_a_run_can_be_lengthened(reference: Path, tmp_path: Path) -> None:
+    run_training(config(steps=3), tmp_path)
+    run_training(config(), tmp_path, resume=True)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == (reference / "metrics.jsonl").read_bytes()
+
+
+def test_another_setting_is_refused(tmp_path: Path) -> None:
+    run_training(config(steps=2), tmp_path)
+    with pytest.raises(TracefpError, match=r"run.seed = 0, the recipe now says 1"):
+        run_training(config(seed=1), tmp_path, resume=True)
+
+
+def test_lost_metrics_are_refused(tmp_path: Path) -> None:
+    run_training(config(steps=2), tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(TracefpError, match="lacks step 0"):
+        run_training(config(), tmp_path, resume=True)
+
+
+def test_killed_twice(reference: Path, tmp_path: Path) -> None:
+    """SIGKILL of the real command at two moments, then --resume to the end."""
+    recipe, out = tmp_path / "r.toml", tmp_path / "out"
+    recipe.write_text(RECIPE)
+    command = [sys.executable, "-m", "tracefp4", "train", str(recipe), "--out", str(out), "--resume"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    for lines in (1, 3):
+        child = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 240
+        metrics = out / "metrics.jsonl"
+        while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= lines):
+            assert child.poll() is None, "the run ended before it could be killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=300)
+    assert metrics.read_bytes() == (reference / "metrics.jsonl").read_bytes()
+    assert not list(out.glob("states/.step-*"))
+    again = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=120)
+    assert "complete already" in again.stdout
