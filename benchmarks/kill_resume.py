@@ -60,7 +60,7 @@ def main() -> None:
         while kills < options.kills:
             child = run([*command, str(folder / "killed")], folder / "killed.log")
             # Mostly while it trains, sometimes while it starts.
-            time.sleep(moments.uniform(0.1, 8 + 4 * whole / options.kills))
+            time.sleep(moments.uniform(0.1, 8 + 2 * whole / options.kills))
             if child.poll() is not None:
                 print(f"the run ended after {kills} kills")
                 break

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tracefp4.assets import builtin_model_path
 from tracefp4.config import load_config
 from tracefp4.errors import TracefpError
 from tracefp4.loop import RunConfig, TrainingRun, derive_seed, run_training
@@ -155,3 +156,23 @@ def test_a_missing_checkpoint_is_one_sentence(tmp_path: Path) -> None:
 def test_shipped_recipes_load(recipe: Path) -> None:
     if recipe.name != "warmstart.toml":
         load_config(recipe, [], RunConfig)
+
+
+def test_more_threads_than_cores_are_refused() -> None:
+    with pytest.raises(TracefpError, match=r"run.threads 100000 exceeds this machine's"):
+        TrainingRun(small("bf16", run={"threads": 100000}))
+
+
+def test_betas_have_a_range() -> None:
+    with pytest.raises(ValueError, match="less than 1"):
+        small("bf16", train={"betas": (0.9, 1.5)})
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
+    source = builtin_model_path("sums-moe")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((source / name).read_bytes())
+    hf_config = json.loads((source / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**hf_config, "vocab_size": 16}))
+    with pytest.raises(TracefpError, match=r"has 25 tokens, the model only 16"):
+        TrainingRun(small("bf16", model={"path": str(tmp_path)}))

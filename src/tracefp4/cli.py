@@ -46,12 +46,16 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = app(arguments, standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         code = _INTERRUPTED
+    except FloatingPointError as error:
+        _print_error(f"the run diverged: {error}; lower train.lr, or go on from an earlier state with --resume")
+        sys.exit(1)
     except Exception as error:
         if isinstance(error, TracefpError):
             _print_error(str(error))
             sys.exit(error.exit_code)
         if hasattr(error, "format_message"):  # typer's own, for a command line it cannot read
-            _print_error(f"{error.format_message()} (tracefp4 --help shows the commands)")
+            if error.format_message():  # empty where no command was given and the help was shown
+                _print_error(f"{error.format_message()} (tracefp4 --help shows the commands)")
             sys.exit(2)
         raise
     if code == _INTERRUPTED:  # typer's newer versions turn Ctrl-C into this code, older ones into Abort

@@ -7,6 +7,7 @@ the weights of step k.
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import tempfile
 import time
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from pydantic import Field, model_validator
 from transformers import AutoConfig, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from tracefp4.assets import builtin_model_path
 from tracefp4.config import StrictModel, config_hash, resolved
@@ -122,9 +124,12 @@ class TrainingRun:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
+        if config.run.threads > (os.cpu_count() or 1):
+            raise TracefpError(f"run.threads {config.run.threads} exceeds this machine's {os.cpu_count()} cores")
         if config.run.threads:
             torch.set_num_threads(config.run.threads)
         torch.manual_seed(config.run.seed)
+        disable_progress_bar()
         rollout, train = config.rollout, config.train
         path = model_path(config.model.path)
         self.method = get_method(config.method.name)
@@ -141,8 +146,14 @@ class TrainingRun:
         # Another seed is another run: other problems too, not only other samples of the same ones.
         task = config.task.model_copy(update={"seed": config.task.seed + config.run.seed})
         self.task: Task = make_task(task)
+        if not self.tokenizer(self.task.train_prompts(0, 1)[0].text, add_special_tokens=False)["input_ids"]:
+            raise TracefpError(f"the tokenizer in {path} turns a prompt into nothing; does the folder lack its files?")
         self.store = MemoryStore()
         hf_config = AutoConfig.from_pretrained(path)
+        if len(self.tokenizer) > hf_config.vocab_size:
+            raise TracefpError(
+                f"the tokenizer in {path} has {len(self.tokenizer)} tokens, the model only {hf_config.vocab_size}"
+            )
         self.recipe = self.method.recipe(config.quant, hf_config.num_hidden_layers)
         self.engine = RolloutEngine(hf_config, self.recipe, rollout, self.store)
         self.trainer = GRPOTrainer(
@@ -239,9 +250,12 @@ class TrainingRun:
             self.trainer.model.save_pretrained(staging)
             self.tokenizer.save_pretrained(staging)
             staging.chmod(0o755)  # mkdtemp makes it private
+            old = directory.with_name(f".{directory.name}-old")
+            shutil.rmtree(old, ignore_errors=True)
             if directory.exists():
-                shutil.rmtree(directory)
+                directory.rename(old)  # a kill between the two renames leaves the old one under this name
             staging.rename(directory)
+            shutil.rmtree(old, ignore_errors=True)
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             raise

@@ -603,3 +603,8 @@ def test_a_step_that_raises_settles_nothing(when: str, monkeypatch: pytest.Monke
         assert (t.logprobs - want[name].logprobs).abs().max() < 1e-5
         assert t.num_rows == len(t.row_versions)
     assert engine.blocks.num_free == engine.blocks.num_pages
+
+
+def test_a_cache_beyond_the_machines_memory_is_refused() -> None:
+    with pytest.raises(TracefpError, match=r"KV cache would take .* GiB: lower rollout.max_num_seqs"):
+        make_engine("bf16", num_pages=10**9)

@@ -186,3 +186,9 @@ def test_the_shipped_recipe_is_the_one_behind_the_checkpoint():
     recipe = Path(__file__).parents[2] / "recipes" / "warmstart.toml"
     record = json.loads((builtin_model_path("sums-moe") / "warmstart.json").read_text())
     assert load_config(recipe, [], WarmstartConfig) == WarmstartConfig.model_validate(record["recipe"])
+
+
+def test_a_folder_that_cannot_be_written_shows_before_training(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WarmstartError, match="cannot be written"):
+        run_warmstart(TINY, tmp_path / "file" / "out")

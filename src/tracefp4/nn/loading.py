@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
 
 from tracefp4.errors import TracefpError
 
@@ -18,6 +19,8 @@ def load_policy(path: Path, dtype: str) -> PreTrainedModel:
     Raises TracefpError where weights are missing or misshapen: transformers would fill missing ones with random
     numbers and only log it.
     """
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # its report of missing weights is a table; ours is a sentence
     try:
         # The annotation: transformers types the return value without the loading info.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -29,6 +32,8 @@ def load_policy(path: Path, dtype: str) -> PreTrainedModel:
         )
     except (OSError, SafetensorError) as error:
         raise TracefpError(f"checkpoint {path} cannot be read: {error}") from error
+    finally:
+        logging.set_verbosity(verbosity)
     model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:

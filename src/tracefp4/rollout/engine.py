@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from tracefp4.config import StrictModel
 from tracefp4.errors import TracefpError
+from tracefp4.formats import get_format
 from tracefp4.guidance.recorder import SlotRecorder
 from tracefp4.guidance.store import GuidanceStore, MemoryStore
 from tracefp4.recipe import QuantRecipe
@@ -76,6 +78,8 @@ class RolloutEngine:
         self.blocks = BlockManager(c.num_pages or c.max_num_seqs * per_seq, c.page_size)
         self.scheduler = Scheduler(self.blocks, c.max_num_seqs, c.max_tokens_per_step)
         slots = self.blocks.num_pages * c.page_size
+        self._check_widths()
+        self._check_memory(slots)
         kv_scale = recipe.site_encode_scale("key")
         self.pool = make_kv_pool(
             self.shape.layers,
@@ -89,6 +93,33 @@ class RolloutEngine:
         )
         self._make_recorders(slots)
         self._by_id: dict[str, Sequence] = {}
+
+    def _check_widths(self) -> None:
+        """Refuses widths that do not split into whole blocks, by the checkpoint's own names for them."""
+        s, r = self.shape, self.recipe
+        for name in (r.weights, r.activations):
+            block = 1 if name is None else get_format(name).block_size
+            for field, width in (("hidden_size", s.hidden), ("moe_intermediate_size", s.expert_width)):
+                if width % block:
+                    raise TracefpError(
+                        f"the checkpoint's {field} {width} is not a multiple of the {name} block of {block}: "
+                        'set quant.weights="none" and quant.activations="none" for this model'
+                    )
+
+    def _check_memory(self, slots: int) -> None:
+        """Refuses a cache larger than the machine's memory, which would end the process instead of failing."""
+        s = self.shape
+        bits = 4.5 if self.recipe.kv is not None else 8 * self.model.dtype.itemsize
+        need = slots * s.layers * 2 * s.kv_heads * s.head_dim * bits / 8
+        if self.device == "cpu":
+            have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        else:
+            have = torch.cuda.get_device_properties(self.device).total_memory
+        if need > have:
+            raise TracefpError(
+                f"the KV cache would take {need / 2**30:.1f} GiB of {have / 2**30:.1f} GiB: lower "
+                "rollout.max_num_seqs, rollout.max_model_len or rollout.num_pages"
+            )
 
     def _make_recorders(self, slots: int) -> None:
         s = self.shape

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -24,6 +24,8 @@ from tracefp4.train.optimizer import MasterOptimizer
 from tracefp4.train.slices import MicroBatchBuilder, RowCounts
 from tracefp4.types import RolloutBatch, TrainBatch, Trajectory
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
 
 class TrainConfig(StrictModel):
     """The update.
@@ -37,7 +39,7 @@ class TrainConfig(StrictModel):
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     lr: float = Field(5e-5, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     grad_clip: float = Field(1.0, gt=0)

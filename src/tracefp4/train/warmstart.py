@@ -374,6 +374,13 @@ def run_warmstart(config: WarmstartConfig, out_dir: Path, require_band: bool = T
     """
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise WarmstartError(f"{out_dir} exists and is not an empty directory: choose another or remove it")
+    try:
+        # Minutes of training follow: a folder that cannot be written must show now.
+        out_dir.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out_dir.parent):
+            pass
+    except OSError as error:
+        raise WarmstartError(f"{out_dir.parent} cannot be written ({error.strerror}): choose another folder") from error
     task = make_task(config.task)
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
@@ -386,7 +393,6 @@ def run_warmstart(config: WarmstartConfig, out_dir: Path, require_band: bool = T
             f"[{config.stop.pass_rate_low}, {config.stop.pass_rate_high}]; "
             "raise optimizer.max_steps or ease the task"
         )
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}-", dir=out_dir.parent))
     try:
         record = _write_checkpoint(staging, model, tokenizer, task, config, outcome)
