@@ -111,7 +111,13 @@ def test_the_trained_policy_is_a_checkpoint_to_go_on_from(tmp_path: Path) -> Non
     again = TrainingRun(small("trace", model={"path": str(tmp_path / "checkpoint")}))
     first = TrainingRun(small("trace"))
     assert not again.engine.model._head.equal(first.engine.model._head)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "metrics.jsonl", "run.json", "timing.jsonl"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "checkpoint",
+        "metrics.jsonl",
+        "run.json",
+        "states",
+        "timing.jsonl",
+    ]
 
 
 def test_dtypes_of_the_two_paths_must_agree() -> None:

@@ -75,11 +75,12 @@ class RolloutEngine:
         self._version = -1
         c = self.config
         per_seq = -(-c.max_model_len // c.page_size)
-        self.blocks = BlockManager(c.num_pages or c.max_num_seqs * per_seq, c.page_size)
-        self.scheduler = Scheduler(self.blocks, c.max_num_seqs, c.max_tokens_per_step)
-        slots = self.blocks.num_pages * c.page_size
+        num_pages = c.num_pages or c.max_num_seqs * per_seq
+        slots = num_pages * c.page_size
         self._check_widths()
         self._check_memory(slots)
+        self.blocks = BlockManager(num_pages, c.page_size)
+        self.scheduler = Scheduler(self.blocks, c.max_num_seqs, c.max_tokens_per_step)
         kv_scale = recipe.site_encode_scale("key")
         self.pool = make_kv_pool(
             self.shape.layers,
