@@ -5,6 +5,7 @@ Legend: N tokens, K experts per token, E experts, H hidden size, F expert width.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -66,13 +67,14 @@ def quantized_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     order = torch.argsort(flat, stable=True)
     token = order // top_k_index.shape[-1]
     bounds = torch.bincount(flat, minlength=self.num_experts).cumsum(0).tolist()  # type: ignore[arg-type]
-    x_M, outputs, start = x[token], [], 0
-    for e, stop in enumerate(bounds):
-        if stop > start:
-            gate, up = F.linear(x_M[start:stop], gate_up_EOI[e]).chunk(2, dim=-1)  # type: ignore[index]
-            a = context.round_activation(self.act_fn(gate) * up)  # type: ignore[operator]
-            outputs.append(F.linear(a, down_EOI[e]))  # type: ignore[index]
-            start = stop
+    spans = [(e, a, b) for e, (a, b) in enumerate(pairwise([0, *bounds])) if b > a]
+    x_M, hidden = x[token], []
+    for e, start, stop in spans:
+        gate, up = F.linear(x_M[start:stop], gate_up_EOI[e]).chunk(2, dim=-1)  # type: ignore[index]
+        hidden.append(self.act_fn(gate) * up)  # type: ignore[operator]
+    # One rounding for all experts: rows are quantized independently of one another.
+    a_M = context.round_activation(torch.cat(hidden))
+    outputs = [F.linear(a_M[start:stop], down_EOI[e]) for e, start, stop in spans]  # type: ignore[index]
     y = torch.cat(outputs) * top_k_weights.reshape(-1)[order, None].to(hidden_states.dtype)
     return torch.zeros_like(hidden_states).index_add(0, token, y)
 

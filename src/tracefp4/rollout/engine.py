@@ -132,12 +132,12 @@ class RolloutEngine:
             self.recorder = SlotRecorder(
                 self.recipe, self.recipe.guided_layers, self.recipe.bits, slots, widths, self.device
             )
-        self._make_probe = lambda: self._probe_recorder(slots, widths)
+        self._slots, self._widths = slots, widths
         self._experts = torch.zeros(
             slots, s.layers - len(s.dense_layers), s.experts_per_token, dtype=torch.int16, device=self.device
         )
 
-    def _probe_recorder(self, slots: int, widths: dict[str, int]) -> SlotRecorder | None:
+    def _probe_recorder(self) -> SlotRecorder | None:
         """A recorder of full codes in all layers; made when the first request asks for it, since it is large.
 
         Full codes take 4.25 bits a value in MX formats and 4.5 in the others; a record has one width, so a recipe that
@@ -146,7 +146,7 @@ class RolloutEngine:
         full = {4.25 if n.startswith("mx") else 4.5 for n in (self.recipe.activations, self.recipe.kv) if n}
         if len(full) != 1:
             return None
-        return SlotRecorder(self.recipe, range(self.shape.layers), full.pop(), slots, widths, self.device)
+        return SlotRecorder(self.recipe, range(self.shape.layers), full.pop(), self._slots, self._widths, self.device)
 
     # -- weights ----------------------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class RolloutEngine:
                 f"the engine has {self.blocks.num_pages}; raise rollout.num_pages"
             )
         if request.probe and self.probe is None:
-            self.probe = self._make_probe()
+            self.probe = self._probe_recorder()
         seq = Sequence(request)
         self._by_id[request.request_id] = seq
         self.scheduler.add(seq)
