@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from tracefp4.nn.loading import load_policy
 from tracefp4.report import RunLogger, progress, write_json_atomic
 from tracefp4.report.provenance import provenance
 from tracefp4.rollout.engine import RolloutConfig, RolloutEngine
-from tracefp4.tasks import Prompt, Task, TaskConfig, make_task
+from tracefp4.tasks import Prompt, Task, TaskConfig, make_task, score_all
 from tracefp4.train.checkpoint import check_config, load_latest, save_state
 from tracefp4.train.trainer import GRPOTrainer, TrainConfig
 from tracefp4.types import GuidanceHandle, Request, RolloutBatch, SamplingParams, Trajectory
@@ -187,10 +187,19 @@ class TrainingRun:
                 out.append(Request(f"{tag}/{p.id}/{j}", ids, sampling, probe=len(out) in probed))
         return out
 
-    def score(self, prompt: Prompt, trajectory: Trajectory) -> float:
-        text = str(self.tokenizer.decode(list(trajectory.response_ids), skip_special_tokens=True))
-        # A response that was cut off has not said that it is finished, whatever it has written so far.
-        return float(self.task.score(prompt, text)) if trajectory.finish_reason == "stop" else 0.0
+    def score(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[float]:
+        """Rewards, one a trajectory, in order.
+
+        A response that was cut off has not said that it is finished, whatever it has written so far: reward 0.
+        """
+        ended = [i for i, t in enumerate(trajectories) if t.finish_reason == "stop"]
+        texts = [
+            str(self.tokenizer.decode(list(trajectories[i].response_ids), skip_special_tokens=True)) for i in ended
+        ]
+        rewards = [0.0] * len(trajectories)
+        for i, reward in zip(ended, score_all(self.task, [prompts[i] for i in ended], texts), strict=True):
+            rewards[i] = reward
+        return rewards
 
     def step(self, index: int) -> tuple[dict[str, float], dict[str, float]]:
         """One RL step; returns (metrics, wall-clock figures)."""
@@ -204,9 +213,9 @@ class TrainingRun:
         trajectories = self.engine.generate(requests)
         clock.append(time.perf_counter())
         try:
-            for i, t in enumerate(trajectories):
-                t.group = i // n
-                t.reward = self.score(prompts[t.group], t)
+            asked = [p for p in prompts for _ in range(n)]
+            for i, (t, reward) in enumerate(zip(trajectories, self.score(asked, trajectories), strict=True)):
+                t.group, t.reward = i // n, reward
             metrics = self._rollout_metrics(trajectories)
             metrics["rollout/preemptions"] = float(self.engine.scheduler.num_preemptions - preemptions)
             metrics |= self.trainer.update(RolloutBatch(trajectories, self.engine.version))
@@ -269,7 +278,7 @@ class TrainingRun:
         trajectories = self.engine.generate(self.requests(prompts, 1, f"eval-{tag}"))
         handles = [t.guidance for t in trajectories if t.guidance is not None]
         self.store.discard(handles)
-        return sum(self.score(p, t) for p, t in zip(prompts, trajectories, strict=True)) / n
+        return sum(self.score(prompts, trajectories)) / n
 
 
 FREE_ON_RESUME = frozenset(

@@ -89,6 +89,8 @@ class Trajectory:
     [L - 1, M, K] over the M layers that have routed experts, -1 in rows that were forwarded twice, or None where there
     are none or rows are missing;
     finish_reason: "stop", "length" or "abort".
+    sampled: bool [R], False where a response token came from the environment (a tool's answer in a multi-turn task):
+    it has a row and a record like a prompt token, log-prob 0, version -1, and teaches nothing. None: all were sampled.
     guidance and probe are handles into the guidance store, None where nothing was recorded.
     """
 
@@ -105,6 +107,16 @@ class Trajectory:
     reward: float = float("nan")
     advantage: float = float("nan")
     group: int = -1
+    sampled: Tensor | None = None
+
+    @property
+    def sampled_mask(self) -> Tensor:
+        """bool [R]: response tokens that the policy sampled."""
+        return torch.ones(len(self.response_ids), dtype=torch.bool) if self.sampled is None else self.sampled
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.response_ids) if self.sampled is None else int(self.sampled.sum())
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -129,7 +141,7 @@ class TrainBatch:
     """A padded micro-batch. B trajectories, T = longest length; padding on the right.
 
     input_ids int64 [B, T]; attention_mask bool [B, T], True on real tokens; response_mask bool [B, T - 1],
-    True where position t predicts a response token (token t + 1); rollout_logprobs f32 [B, T - 1], 0 outside
+    True where position t predicts a sampled response token (token t + 1); rollout_logprobs f32 [B, T - 1], 0 outside
     response_mask; advantages f32 [B]; trajectories: the source objects, in row order.
     """
 
@@ -157,7 +169,7 @@ class TrainBatch:
             n, p = lengths[b], len(t.prompt_ids)
             input_ids[b, :n] = torch.tensor(t.token_ids)
             attention_mask[b, :n] = True
-            response_mask[b, p - 1 : n - 1] = True
+            response_mask[b, p - 1 : n - 1] = t.sampled_mask
             rollout_logprobs[b, p - 1 : n - 1] = t.logprobs
         advantages = torch.tensor([t.advantage for t in trajectories], dtype=torch.float32)
         return TrainBatch(

@@ -6,11 +6,22 @@ from collections.abc import Callable
 
 from tracefp4.config import did_you_mean
 from tracefp4.errors import TracefpError
-from tracefp4.tasks.base import Prompt, Task, TaskConfig
+from tracefp4.tasks.base import BatchScorer, Prompt, SolvedTask, Task, TaskConfig, ToolTask, score_all
 from tracefp4.tasks.running_sums import RunningSums
 from tracefp4.tasks.tokenizer import build_tokenizer
 
-__all__ = ["TASKS", "Prompt", "Task", "TaskConfig", "build_tokenizer", "make_task"]
+__all__ = [
+    "TASKS",
+    "BatchScorer",
+    "Prompt",
+    "SolvedTask",
+    "Task",
+    "TaskConfig",
+    "ToolTask",
+    "build_tokenizer",
+    "make_task",
+    "score_all",
+]
 
 TASKS: dict[str, Callable[[TaskConfig], Task]] = {"running_sums": RunningSums}
 

@@ -1,11 +1,18 @@
-"""What a task is: prompts, a verifier, and a written-out solution for the warm start."""
+"""What a task is: prompts, a verifier, and what else a task may offer."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from tracefp4.errors import TracefpError
+
+Message = dict[str, str]
+"""One chat message: ``{"role": "user", "content": "..."}``."""
 
 
 @dataclass(frozen=True)
@@ -14,20 +21,25 @@ class Prompt:
 
     Fields:
         id: unique within the task and its seed; names the split it came from.
-        text: exactly what the policy is conditioned on, already in the task's own format.
+        text: what the policy is conditioned on where there is no chat template: already in the task's own format.
         answer: the reference answer the verifier compares with.
-        metadata: what the generator said of the problem, plain JSON values.
+        metadata: what the generator or the data set said of the problem, plain JSON values.
+        messages: the same problem as chat messages; used in place of ``text`` where the tokenizer has a chat template.
     """
 
     id: str
     text: str
     answer: str
     metadata: dict[str, Any] = field(default_factory=dict)
+    messages: tuple[Message, ...] | None = None
 
 
 @runtime_checkable
 class Task(Protocol):
-    """A source of verifiable problems; every method is a pure function of the config and its arguments."""
+    """A source of verifiable problems; every method is a pure function of the config and its arguments.
+
+    A task may also be a ``BatchScorer``, a ``ToolTask`` or a ``SolvedTask``.
+    """
 
     def train_prompts(self, step: int, n: int) -> list[Prompt]:
         """``n`` problems with distinct texts for one RL step, none of them in the test set.
@@ -46,12 +58,53 @@ class Task(Protocol):
         ...
 
     def score(self, prompt: Prompt, response_text: str) -> float:
-        """1.0 for a fully correct response, else 0.0; never raises, whatever the policy wrote."""
+        """Reward of a response, 1.0 for a fully correct one. What the policy wrote never makes it raise."""
         ...
+
+
+@runtime_checkable
+class BatchScorer(Protocol):
+    """A task that scores many responses at once, because a check is slow (a program run, a user's function)."""
+
+    def score_batch(self, prompts: Sequence[Prompt], response_texts: Sequence[str]) -> list[float]:
+        """One reward a response, in order. Raises TracefpError where the check itself is broken."""
+        ...
+
+
+@runtime_checkable
+class ToolTask(Protocol):
+    """A task whose environment answers: multi-turn."""
+
+    def respond(self, prompt: Prompt, turns: Sequence[str]) -> str | None:
+        """What the environment says to the policy's last turn (``turns[-1]``); None where the exchange is over."""
+        ...
+
+
+@runtime_checkable
+class SolvedTask(Protocol):
+    """A task that can write a solution out, which the warm start learns from."""
 
     def solution(self, prompt: Prompt) -> str:
         """A reference response that scores 1.0, without the end-of-sequence token."""
         ...
+
+
+def score_all(task: Task, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[float]:
+    """Rewards of ``texts``, one a prompt, in order.
+
+    Raises:
+        TracefpError: a reward is no finite number, or the batch scorer gave another count.
+    """
+    if isinstance(task, BatchScorer):
+        rewards = task.score_batch(prompts, texts)
+        if len(rewards) != len(texts):
+            raise TracefpError(f"the task scored {len(rewards)} of {len(texts)} responses; it must score every one")
+    else:
+        rewards = [task.score(p, text) for p, text in zip(prompts, texts, strict=True)]
+    for prompt, reward in zip(prompts, rewards, strict=True):
+        if not isinstance(reward, (int, float)) or not math.isfinite(reward):
+            raise TracefpError(f"the reward of problem {prompt.id} is {reward!r}; it must be a finite number")
+    return [float(r) for r in rewards]
 
 
 class TaskConfig(BaseModel):

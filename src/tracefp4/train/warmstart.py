@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase, Qwen3MoeConfig, Qwen3MoeForCau
 
 from tracefp4.config import load_config
 from tracefp4.errors import TracefpError
-from tracefp4.tasks import Prompt, Task, TaskConfig, build_tokenizer, make_task
+from tracefp4.tasks import Prompt, SolvedTask, Task, TaskConfig, build_tokenizer, make_task
 from tracefp4.tasks.running_sums import WARMSTART_FIRST_STEP, RunningSums
 
 IGNORED_LABEL = -100
@@ -152,7 +152,7 @@ def build_model(config: WarmstartConfig, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def supervised_batch(
-    teacher: Teacher | Task, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase
+    teacher: SolvedTask, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, torch.Tensor]:
     """Right-padded rows of prompt + solution + end-of-sequence.
 
