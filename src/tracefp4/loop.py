@@ -225,8 +225,8 @@ class TrainingRun:
         clock.append(time.perf_counter())
         self.engine.update_weights(self.trainer.named_weights(), self.trainer.version)
         clock.append(time.perf_counter())
-        tokens = sum(len(t.response_ids) for t in trajectories)
-        taught = sum(len(t.response_ids) for t in trajectories if t.advantage)
+        tokens = sum(t.num_sampled for t in trajectories)
+        taught = sum(t.num_sampled for t in trajectories if t.advantage)
         rollout_s, train_s, sync_s = (b - a for a, b in pairwise(clock))
         timing = {
             "rollout_seconds": rollout_s,
@@ -240,7 +240,7 @@ class TrainingRun:
     def _rollout_metrics(self, trajectories: list[Trajectory]) -> dict[str, float]:
         count = len(trajectories)
         rewards = [t.reward for t in trajectories]
-        lengths = [len(t.response_ids) for t in trajectories]
+        lengths = [t.num_sampled for t in trajectories]
         rows = sum(t.num_rows for t in trajectories)
         stored = sum(t.guidance.nbytes for t in trajectories if t.guidance is not None)
         return {

@@ -16,7 +16,7 @@ Example, prompt ``[5, 7]`` and response ``[9, 2]`` (2 is EOS)::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -33,9 +33,9 @@ class SamplingParams:
     """How one request is sampled.
 
     temperature: float >= 0; 0 is greedy. top_p: in (0, 1]; 1 keeps the whole distribution.
-    max_new_tokens: >= 1, response tokens. stop_token_ids: sampling one of them ends the response (it is
-    kept as the last token). seed: makes the tokens of this request a function of (weights, prompt, seed)
-    alone, whatever else runs in the batch.
+    max_new_tokens: >= 1, response tokens, an environment's answers among them. stop_token_ids: sampling one of them
+    ends the turn (it is kept as its last token). seed: makes the tokens of this request a function of (weights,
+    prompt, seed) alone, whatever else runs in the batch.
     """
 
     temperature: float = 1.0
@@ -182,6 +182,11 @@ class TrainBatch:
         )
 
 
+OnTurn = Callable[[str, tuple[int, ...]], Sequence[int] | None]
+"""An environment's answer: (request id, tokens of the turn that a stop token just ended) -> tokens to append to the
+sequence before the policy goes on, or None where the response is over."""
+
+
 @runtime_checkable
 class Rollout(Protocol):
     """Anything that turns requests into trajectories under weights of a known version."""
@@ -189,8 +194,8 @@ class Rollout(Protocol):
     @property
     def version(self) -> int: ...
 
-    def generate(self, requests: Sequence[Request]) -> list[Trajectory]:
-        """Runs all requests to their end; the result has their order."""
+    def generate(self, requests: Sequence[Request], *, on_turn: OnTurn | None = None) -> list[Trajectory]:
+        """Runs all requests to their end, turn by turn where on_turn answers; the result has their order."""
         ...
 
 

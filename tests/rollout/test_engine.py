@@ -563,7 +563,7 @@ def test_generate_is_all_or_nothing() -> None:
 
     short = [replace(good[0], sampling=SamplingParams(max_new_tokens=2)), *good[1:]]
     with pytest.raises(KeyboardInterrupt):
-        engine.generate(short, interrupt)
+        engine.generate(short, progress=interrupt)
     assert engine.scheduler.unfinished == 0
     assert engine.blocks.num_free == engine.blocks.num_pages
     assert len(engine.store) == 0  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from tracefp4.rollout.model import Captured, ModelShape, RolloutModel, StepInput
 from tracefp4.rollout.sampler import sample
 from tracefp4.rollout.scheduler import Scheduled, Scheduler
 from tracefp4.rollout.sequence import Sequence
-from tracefp4.types import GuidanceHandle, Request, Trajectory
+from tracefp4.types import GuidanceHandle, OnTurn, Request, Trajectory
 
 
 class RolloutConfig(StrictModel):
@@ -209,8 +209,8 @@ class RolloutEngine:
 
     # -- the step ---------------------------------------------------------------------------------------------
 
-    def step(self) -> list[Trajectory]:
-        """One step of the engine; returns the trajectories that ended in it."""
+    def step(self, on_turn: OnTurn | None = None) -> list[Trajectory]:
+        """One step of the engine; returns the trajectories that ended in it. on_turn: asked where a turn ended."""
         if self._version < 0:
             raise TracefpError("the engine has no weights yet; call update_weights first")
         batch = self.scheduler.schedule()
@@ -219,22 +219,31 @@ class RolloutEngine:
         step = self._prepare(batch)
         logits, captured = self.model.forward(step, self.pool)
         self._record(batch, step, captured)
-        return self._sample(batch, logits)
+        return self._sample(batch, logits, on_turn)
 
-    def generate(self, requests: Seq[Request], progress: Callable[[int], None] | None = None) -> list[Trajectory]:
+    def generate(
+        self,
+        requests: Seq[Request],
+        *,
+        on_turn: OnTurn | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> list[Trajectory]:
         """Runs requests to their end; the result has their order. progress(n) is told of n finished ones.
 
-        All or nothing: an error leaves the engine idle and none of these records in the store. Raises TracefpError
-        where a request can never run, or where requests of ``add_request`` are unfinished.
+        on_turn: answers a turn that a stop token ended; the sequence goes on from its cache, every turn keeps its
+        rows and records. All or nothing: an error leaves the engine idle and none of these records in the store.
+        Raises TracefpError where a request can never run, or where requests of ``add_request`` are unfinished.
         """
         if self.scheduler.unfinished:
             raise TracefpError(f"generate needs an idle engine; {self.scheduler.unfinished} requests are unfinished")
         done: dict[str, Trajectory] = {}
+        added: list[str] = []
         try:
             for r in requests:
                 self.add_request(r)
+                added.append(r.request_id)
             while len(done) < len(requests):
-                ended = self.step()
+                ended = self.step(on_turn)
                 done.update((t.request_id, t) for t in ended)
                 if progress and ended:
                     progress(len(ended))
@@ -242,7 +251,9 @@ class RolloutEngine:
             for seq in self._by_id.values():
                 self.scheduler.finish(seq, "abort")
             self._by_id.clear()
-            self.store.discard([h for t in done.values() for h in (t.guidance, t.probe) if h is not None])
+            # By id: a sequence that ended in the very step that raised has a record, but no trajectory yet.
+            names = [name for i in added for name in (i, f"{i}/probe")]
+            self.store.discard([GuidanceHandle(name, 0, self.recipe.hash) for name in names])
             raise
         return [done[r.request_id] for r in requests]
 
@@ -284,7 +295,7 @@ class RolloutEngine:
         if captured.experts is not None:
             self._experts.index_copy_(0, step.slots, captured.experts)
 
-    def _sample(self, batch: list[Scheduled], logits: Tensor) -> list[Trajectory]:
+    def _sample(self, batch: list[Scheduled], logits: Tensor, on_turn: OnTurn | None) -> list[Trajectory]:
         """Draws a token for every sequence whose rows are complete; returns the trajectories that end with it."""
         seqs = [s.seq for s in batch if s.samples]
         drawn: list[tuple[int, float]] = []
@@ -298,7 +309,21 @@ class RolloutEngine:
             s.seq.row_versions.extend([self._version] * (s.stop - s.start))
         for seq, (token, logprob) in zip(seqs, drawn, strict=True):
             seq.append(token, logprob, self._version)
+            if on_turn is not None and seq.finish_reason == "stop":
+                self._ask(seq, on_turn)
         return [self._finish(s) for s in seqs if s.finish_reason]
+
+    def _ask(self, seq: Sequence, on_turn: OnTurn) -> None:
+        """Appends the environment's answer to the turn that just ended, where it has one."""
+        request = seq.request
+        reply = on_turn(request.request_id, seq.turn)
+        if not reply:
+            return
+        if not all(0 <= t < self.shape.vocab for t in reply):
+            raise TracefpError(
+                f"the answer to a turn of request {request.request_id} has a token id outside 0..{self.shape.vocab - 1}"
+            )
+        seq.continue_with(list(reply))
 
     def _finish(self, seq: Sequence) -> Trajectory:
         """Gathers the record, then releases the pages."""
@@ -321,6 +346,7 @@ class RolloutEngine:
             row_versions=F.pad(row_versions, (0, missing), value=-1),
             routed_experts=experts,
             finish_reason=seq.finish_reason or "abort",
+            sampled=None if all(seq.sampled) else torch.tensor(seq.sampled),
             guidance=self._store(seq, self.recorder, slots, row_versions, seq.request.request_id),
             probe=self._store(seq, self.probe, slots, row_versions, f"{seq.request.request_id}/probe")
             if seq.request.probe

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tracefp4.rollout.block_manager import BlockManager
@@ -23,8 +24,9 @@ class Scheduled:
 
 
 class Scheduler:
-    """Continuous batching. A step is either a prefill of waiting prompts (chunked to the token budget) or one
-    decode row of every running sequence; prefill goes first, so that finished sequences are replaced at once."""
+    """Continuous batching. A step is a prefill of waiting prompts (chunked to the token budget), a prefill of what
+    environments answered to running sequences, or one decode row of every running sequence; prefill goes first, so
+    that finished sequences are replaced at once."""
 
     def __init__(self, blocks: BlockManager, max_num_seqs: int, max_tokens_per_step: int) -> None:
         self.blocks = blocks
@@ -42,7 +44,7 @@ class Scheduler:
         return len(self.waiting) + len(self.running)
 
     def schedule(self) -> list[Scheduled]:
-        return self._schedule_prefill() or self._schedule_decode()
+        return self._schedule_prefill() or self._schedule_turns() or self._schedule_running(self.running, None)
 
     def _schedule_prefill(self) -> list[Scheduled]:
         batch: list[Scheduled] = []
@@ -66,19 +68,28 @@ class Scheduler:
                 break  # the budget ended inside this prompt; it goes on in the next step
         return batch
 
-    def _schedule_decode(self) -> list[Scheduled]:
+    def _schedule_turns(self) -> list[Scheduled]:
+        """Rows of new turns: the last sampled token and the environment's answer, chunked to the token budget."""
+        turns = [s for s in self.running if len(s.tokens) - s.num_computed > 1]
+        return self._schedule_running(turns, self.max_tokens_per_step)
+
+    def _schedule_running(self, wanted: Iterable[Sequence], budget: int | None) -> list[Scheduled]:
+        """Pending rows of running sequences; where pages run out, sequences are preempted, the youngest first."""
         batch: list[Scheduled] = []
-        pending = deque(self.running)
-        while pending:
+        pending = deque(wanted)
+        while pending and (budget is None or budget > 0):
             seq = pending.popleft()
-            while not self.blocks.can_grow(seq, len(seq.tokens)):
-                victim = pending.pop() if pending else seq
+            while seq.status is Status.RUNNING and not self.blocks.can_grow(seq, len(seq.tokens)):
+                victim = next(s for s in reversed(self.running) if s is seq or not any(b.seq is s for b in batch))
                 self._preempt(victim)
-                if victim is seq:
-                    break
-            if seq.status is Status.RUNNING:
-                self.blocks.grow(seq, len(seq.tokens))
-                batch.append(Scheduled(seq, seq.num_computed, len(seq.tokens)))
+                if victim in pending:
+                    pending.remove(victim)
+            if seq.status is not Status.RUNNING:
+                continue
+            self.blocks.grow(seq, len(seq.tokens))
+            stop = len(seq.tokens) if budget is None else min(len(seq.tokens), seq.num_computed + budget)
+            batch.append(Scheduled(seq, seq.num_computed, stop))
+            budget = None if budget is None else budget - (stop - seq.num_computed)
         return batch
 
     def _preempt(self, seq: Sequence) -> None:

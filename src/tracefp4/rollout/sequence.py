@@ -18,7 +18,8 @@ class Status(Enum):
 class Sequence:
     """State of one request. tokens = prompt + response so far; rows [0, num_computed) are in the cache.
 
-    A row's policy version stands in row_versions, a sampled token's in versions. Rows below
+    A row's policy version stands in row_versions, a sampled token's in versions; an environment's tokens have version
+    -1 there, log-prob 0 and False in sampled. turn_start: index in tokens where the current turn begins. Rows below
     num_recomputed were forwarded twice (preemption): later tokens read other K and V than earlier ones did, so
     no single record is right for them and they are handed out as invalid.
     """
@@ -27,6 +28,8 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    turn_start: int = 0
     row_versions: list[int] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)
     num_computed: int = 0
@@ -36,6 +39,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_ids)
+        self.turn_start = len(self.tokens)
 
     @property
     def num_prompt(self) -> int:
@@ -49,13 +53,34 @@ class Sequence:
     def response(self) -> tuple[int, ...]:
         return tuple(self.tokens[self.num_prompt :])
 
+    @property
+    def turn(self) -> tuple[int, ...]:
+        """Tokens of the current turn, the stop token included."""
+        return tuple(self.tokens[self.turn_start :])
+
     def append(self, token: int, logprob: float, version: int) -> None:
         """Takes a sampled token and settles whether it ends the response."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
+        self.sampled.append(True)
         sampling = self.request.sampling
         if token in sampling.stop_token_ids:
             self.finish_reason = "stop"
         elif self.num_new >= sampling.max_new_tokens:
             self.finish_reason = "length"
+
+    def continue_with(self, reply: list[int]) -> None:
+        """Opens the next turn after an environment's answer. The rows so far stay in the cache.
+
+        Where the answer leaves no room for a sampled token the response ends as cut off, without it.
+        """
+        if self.num_new + len(reply) >= self.request.sampling.max_new_tokens:
+            self.finish_reason = "length"
+            return
+        self.tokens.extend(reply)
+        self.logprobs.extend([0.0] * len(reply))
+        self.versions.extend([-1] * len(reply))
+        self.sampled.extend([False] * len(reply))
+        self.turn_start = len(self.tokens)
+        self.finish_reason = None
