@@ -29,8 +29,9 @@ ALLOWED: dict[str, set[str]] = {
     "report": LEAVES,
     "assets": LEAVES | {"tasks"},
     "loop": CORE | {"guidance", "nn", "rollout", "train", "methods", "tasks", "align", "report", "assets"},
+    "asynchronous": CORE | {"guidance", "loop", "report", "tasks", "train", "rollout"},
     "compare": LEAVES | {"report"},
-    "cli": LEAVES | {"loop", "compare", "methods", "train", "report", "formats", "guidance"},
+    "cli": LEAVES | {"loop", "asynchronous", "compare", "methods", "train", "report", "formats", "guidance"},
     "__main__": {"cli"},
 }
 """What each top-level module may import besides itself. `from tracefp4 import __version__` is free."""

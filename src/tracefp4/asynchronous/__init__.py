@@ -1,0 +1,1 @@
+"""Rollout and trainer as separate processes, with bounded staleness."""

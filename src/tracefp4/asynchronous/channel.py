@@ -1,0 +1,42 @@
+"""Messages between the processes of an asynchronous run."""
+
+from __future__ import annotations
+
+import pickle
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+class Channel:
+    """One end of a duplex pipe that carries pickled messages.
+
+    Plain pickle copies tensors. The connection's own ``send`` would pass torch's shared-memory handles, which die with
+    the process that made them, and these processes are expected to be killed.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    def send(self, message: Any) -> None:
+        """Raises ConnectionError where the other end is gone."""
+        try:
+            self.connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+        except (BrokenPipeError, OSError) as error:
+            raise ConnectionError("the other end of the channel is gone") from error
+
+    def receive(self) -> Any:
+        """The next message; waits for it. Raises ConnectionError where the other end is gone, also in mid-message."""
+        try:
+            return pickle.loads(self.connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise ConnectionError("the other end of the channel is gone") from error
+
+    def pending(self, timeout: float = 0.0) -> bool:
+        """Whether ``receive`` would return, or raise, at once."""
+        try:
+            return self.connection.poll(timeout)
+        except OSError as error:
+            raise ConnectionError("the other end of the channel is gone") from error
+
+    def close(self) -> None:
+        self.connection.close()

@@ -1,0 +1,157 @@
+"""A rollout and a trainer of an asynchronous run without a model: they only keep the protocol. Payload: see FakeRun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from tracefp4.asynchronous.buffer import Group
+from tracefp4.asynchronous.channel import Channel
+from tracefp4.asynchronous.messages import (
+    Admit,
+    Done,
+    Evaluate,
+    Evaluated,
+    Failed,
+    Finished,
+    Groups,
+    Loaded,
+    Published,
+    Ready,
+    Started,
+    Stop,
+    Want,
+    Weights,
+)
+from tracefp4.asynchronous.supervisor import RolloutStart
+from tracefp4.types import Trajectory
+
+
+@dataclass(frozen=True)
+class FakeRun:
+    """folder: where each process appends what it did. kill_*: (incarnation or step) at which a process kills itself."""
+
+    folder: str
+    steps: int = 6
+    slow_groups: tuple[int, ...] = ()
+    step_seconds: float = 0.0
+    kill_rollout_at: tuple[int, ...] = ()
+    kill_trainer_at: tuple[int, ...] = ()
+    fail_trainer: str = ""
+    hang_rollout: bool = False
+    state_every: int = 2
+    flags: dict[str, bool] = field(default_factory=dict)
+
+
+def trajectory(index: int, versions: list[int]) -> Trajectory:
+    n = len(versions)
+    return Trajectory(
+        request_id=f"group{index}/0",
+        prompt_ids=(5, 6),
+        response_ids=tuple(range(n)),
+        logprobs=torch.zeros(n),
+        versions=torch.tensor(versions, dtype=torch.int32),
+        row_versions=torch.tensor([versions[0]] * (n + 1), dtype=torch.int32),
+        routed_experts=None,
+        finish_reason="stop",
+    )
+
+
+def once(folder: str, name: str) -> bool:
+    """Whether this is the first call with the name, over all processes."""
+    try:
+        os.close(os.open(Path(folder) / f"{name}.once", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def note(run: FakeRun, who: str, **what: object) -> None:
+    with open(Path(run.folder) / f"{who}.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps(what) + "\n")
+
+
+def rollout(connection: Connection, run: FakeRun, start: RolloutStart) -> None:
+    """Each group takes four ticks, slow ones sixteen; a token is sampled in every tick, under the version it holds."""
+    channel = Channel(connection)
+    version, admitted, nxt = start.weights.version, start.admitted, start.next_index
+    queue, running = list(start.redo), {}
+    note(run, "rollout", incarnation=start.incarnation, redo=list(start.redo), first=nxt, version=version)
+    stop = False
+    while not stop:
+        try:
+            while channel.pending(0.002):
+                match channel.receive():
+                    case Weights(v, path):
+                        assert Path(path).is_file()
+                        version = v
+                        channel.send(Loaded(v))
+                    case Admit(total):
+                        admitted = total
+                    case Evaluate(tag):
+                        channel.send(Evaluated(tag, 0.5))
+                    case Stop():
+                        stop = True
+            if run.hang_rollout and once(run.folder, "hang"):
+                channel.send(Started(nxt, version))
+                time.sleep(60)
+            while len(running) < 4 and (queue or nxt < admitted):
+                index = queue.pop(0) if queue else nxt
+                nxt = max(nxt, index + 1)
+                running[index] = []
+                channel.send(Started(index, version))
+            for index, versions in list(running.items()):
+                versions.append(version)
+                if index in run.kill_rollout_at and once(run.folder, f"rollout-{index}"):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if len(versions) == (16 if index in run.slow_groups else 4):
+                    channel.send(Finished(Group(index, [trajectory(index, running.pop(index))])))
+        except ConnectionError:
+            return
+
+
+def trainer(connection: Connection, run: FakeRun) -> None:
+    channel = Channel(connection)
+    folder = Path(run.folder)
+    saved = folder / "state.json"
+    version = json.loads(saved.read_text())["version"] if saved.exists() else 0
+
+    def publish() -> Weights:
+        path = folder / f"v{version}.safetensors"
+        path.write_bytes(b"weights")
+        return Weights(version, str(path))
+
+    try:
+        channel.send(Ready(publish()))
+        if not version:
+            channel.send(Evaluate("start"))
+            assert isinstance(channel.receive(), Evaluated)
+        while version < run.steps:
+            channel.send(Want(version))
+            got = channel.receive()
+            if isinstance(got, Stop):
+                note(run, "trainer", stopped=version)
+                return
+            assert isinstance(got, Groups)
+            lags = [version - g.oldest_version for g in got.groups]
+            note(run, "trainer", version=version, groups=[g.index for g in got.groups], lags=lags)
+            time.sleep(run.step_seconds)
+            if version in run.kill_trainer_at and once(run.folder, f"trainer-{version}"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if run.fail_trainer:
+                channel.send(Failed(run.fail_trainer, user_error=not run.fail_trainer.startswith("Traceback")))
+                return
+            version += 1
+            if version % run.state_every == 0:
+                saved.write_text(json.dumps({"version": version}))
+            channel.send(Published(publish()))
+        channel.send(Done({"steps": version}))
+    except ConnectionError:
+        return
