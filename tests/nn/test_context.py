@@ -166,3 +166,34 @@ def test_backward_outside_the_armed_block_is_an_error_under_checkpointing() -> N
         context.armed(micro_batch(3)),
     ):
         loss.backward()
+
+
+def test_decoding_once_keeps_the_first_forwards_slots() -> None:
+    """After the weights moved, the guided rows hold the very values of the first forward; the others round anew."""
+    _, context = prepared(TRACE)
+    once, anew = micro_batch(1), micro_batch(1)
+    once.decoded = {}
+    x = torch.randn(ROWS, 64, generator=torch.Generator().manual_seed(5))
+    moved = x + 0.3 * torch.randn(ROWS, 64, generator=torch.Generator().manual_seed(6))
+    for site in ("expert_input", "key"):
+        valid = once.guidance[site, 1].valid
+        with context.armed(anew):
+            fresh, fresh_moved = context.round_site(site, 1, x), context.round_site(site, 1, moved)
+        with context.armed(once):
+            first, later = context.round_site(site, 1, x), context.round_site(site, 1, moved)
+        assert torch.equal(first, fresh)
+        assert torch.equal(later[valid], first[valid])
+        assert torch.equal(later[~valid], fresh_moved[~valid])
+        assert not torch.equal(fresh_moved[valid], first[valid])
+    assert set(once.decoded) == {("expert_input", 1), ("key", 1)}
+
+
+def test_decoding_once_passes_the_gradient_straight_through() -> None:
+    _, context = prepared(TRACE)
+    mb = micro_batch(1)
+    mb.decoded = {}
+    x = torch.randn(ROWS, 64, requires_grad=True)
+    with context.armed(mb):
+        (context.round_site("expert_input", 0, x) * 3).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full_like(x, 3.0))

@@ -105,6 +105,21 @@ def test_the_first_update_starts_at_ratio_one(method: str, dtype: str) -> None:
     assert metrics["train/grad_norm"] > 0
 
 
+@pytest.mark.parametrize("method", ["trace", "trace-all", "trace-paper"])
+def test_decoding_once_differs_only_after_the_weights_have_moved(method: str) -> None:
+    def run(**config: Any) -> tuple[dict[str, float], list[LossTerms]]:
+        batch, store = rollout(method)
+        trainer = make_trainer(method, "float32", store, lr=1e-2, updates_per_rollout=2, **config)
+        terms = spy_losses(trainer)
+        return trainer.update(batch), terms
+
+    anew, once = run(), run(decode="once")
+    assert torch.equal(anew[1][0].ratio, once[1][0].ratio)
+    assert not torch.equal(anew[1][1].ratio, once[1][1].ratio)
+    assert anew[0]["mismatch/logprob_abs_diff_mean"] == once[0]["mismatch/logprob_abs_diff_mean"]
+    assert all(math.isfinite(v) for v in once[0].values())
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_unquantized_fp32_paths_agree(temperature: float) -> None:
     """Two implementations of one model, FP32 sums in another order: log-probs of order 1 to about 1e-6."""

@@ -8,6 +8,7 @@ from tracefp4.guidance.schema import (
     GuidanceError,
     GuidanceHeader,
     PlaneLayout,
+    full_bits,
     plane_layout,
     row_bytes,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "PlaneLayout",
     "decode",
     "encode",
+    "full_bits",
     "pack_rows",
     "plane_layout",
     "row_bytes",

@@ -71,6 +71,11 @@ def format_family(format: str) -> str:
     raise GuidanceError(f"no guidance is defined for format {format!r}; families: {sorted(SUPPORTED_BITS)}")
 
 
+def full_bits(format: str) -> float:
+    """Bits per value of a record that keeps the codes and scale bytes whole."""
+    return SUPPORTED_BITS[format_family(format)][0]
+
+
 def plane_layout(format: str, bits: float) -> PlaneLayout:
     """Planes of a (format, bits) pair. Raises GuidanceError that lists the valid widths otherwise.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from tracefp4.guidance import CompactGuidance, GuidanceError
+from tracefp4.guidance import CompactGuidance, GuidanceError, decode, encode, full_bits
 from tracefp4.nn.observe import SiteObserver
 from tracefp4.nn.rounding import fake_quantize, guided_round
 from tracefp4.recipe import QuantRecipe
@@ -40,7 +40,9 @@ class MicroBatch:
 
     key: unique within a trainer. guidance: per (site, layer) a record of N rows, invalid on padding, on last tokens
     and wherever a row is missing. experts: per layer (int64 [N, K], bool [N] valid). probe: full-width records of the
-    rows that diagnostics look at, with the row numbers int64 [n] they belong to.
+    rows that diagnostics look at, with the row numbers int64 [n] they belong to. decoded: None decodes in every
+    forward; a dict keeps what the first forward decoded, as full codes, for all later ones: the slots then stay as the
+    weights move.
     """
 
     key: int
@@ -48,6 +50,7 @@ class MicroBatch:
     experts: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     probe: dict[tuple[str, int], CompactGuidance] = field(default_factory=dict)
     probe_rows: Tensor | None = None
+    decoded: dict[tuple[str, int], CompactGuidance] | None = None
 
 
 class GuidanceContext:
@@ -107,7 +110,24 @@ class GuidanceContext:
             return x_NK
         if guidance is None:
             return fake_quantize(x_NK, name, own)
-        return guided_round(x_NK, guidance, self.recipe.rule, self.recipe.hash, own_encode_scale=own)
+        rule = self.recipe.rule
+        if mb is not None and mb.decoded is not None:
+            guidance, rule = self._decoded_once(mb.decoded, (site, layer), guidance, x_NK.detach()), "cell"
+        return guided_round(x_NK, guidance, rule, self.recipe.hash, own_encode_scale=own)
+
+    def _decoded_once(
+        self,
+        held: dict[tuple[str, int], CompactGuidance],
+        where: tuple[str, int],
+        guidance: CompactGuidance,
+        x_NK: Tensor,
+    ) -> CompactGuidance:
+        """Full codes of the first decoding at a site; rows without a record stay invalid and round to nearest."""
+        if where not in held:
+            own = self.recipe.site_encode_scale(where[0])
+            chosen, guided = decode(guidance, x_NK, self.recipe.rule, self.recipe.hash, own)
+            held[where] = encode(chosen, full_bits(chosen.format), self.recipe.hash, guided)
+        return held[where]
 
     def round_activation(self, x: Tensor) -> Tensor:
         """The unrecorded activation site (input of the down projection): nearest rounding."""

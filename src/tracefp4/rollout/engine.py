@@ -15,6 +15,7 @@ from torch import Tensor
 from tracefp4.config import StrictModel
 from tracefp4.errors import TracefpError
 from tracefp4.formats import get_format
+from tracefp4.guidance import full_bits
 from tracefp4.guidance.recorder import SlotRecorder
 from tracefp4.guidance.store import GuidanceStore, MemoryStore
 from tracefp4.recipe import QuantRecipe
@@ -143,7 +144,7 @@ class RolloutEngine:
         Full codes take 4.25 bits a value in MX formats and 4.5 in the others; a record has one width, so a recipe that
         mixes them has no probe.
         """
-        full = {4.25 if n.startswith("mx") else 4.5 for n in (self.recipe.activations, self.recipe.kv) if n}
+        full = {full_bits(name) for name in (self.recipe.activations, self.recipe.kv) if name}
         if len(full) != 1:
             return None
         return SlotRecorder(self.recipe, range(self.shape.layers), full.pop(), self._slots, self._widths, self.device)

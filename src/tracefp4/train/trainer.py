@@ -34,7 +34,9 @@ class TrainConfig(StrictModel):
     rollout, each over its share of the trajectories. micro_batch_size: trajectories per forward. clip_low, clip_high:
     the ratio's band is [1 - clip_low, 1 + clip_high]. tis_cap: bound of the importance weight. old_logprob:
     "recompute" by the same guided forward, or "bypass": ratio and clip against the rollout's log-probs.
-    max_version_diff: guidance recorded under older versions falls back to nearest rounding.
+    max_version_diff: guidance recorded under older versions falls back to nearest rounding. decode: slots follow from
+    the record and the trainer's values; "forward" finds them anew in every forward, "once" keeps those of the
+    old-log-prob forward for all updates of the rollout, at 4.5 bits per guided value of memory.
     """
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -51,6 +53,7 @@ class TrainConfig(StrictModel):
     tis_cap: float = Field(5.0, ge=1)
     old_logprob: Literal["recompute", "bypass"] = "recompute"
     max_version_diff: int = Field(3, ge=0)
+    decode: Literal["forward", "once"] = "forward"
     gradient_checkpointing: bool = False
     advantage_eps: float = Field(1e-6, gt=0)
 
@@ -174,7 +177,9 @@ class GRPOTrainer:
         micros = []
         for start in range(0, len(ordered), size):
             batch = TrainBatch.collate(ordered[start : start + size], self.pad_id, self.device)
-            micros.append(_Micro(batch, self.builder.build(batch, self._version, counts)))
+            guidance = self.builder.build(batch, self._version, counts)
+            guidance.decoded = {} if self.config.decode == "once" else None
+            micros.append(_Micro(batch, guidance))
         return micros
 
     def _old_logprobs(self, micros: list[_Micro], observer: SiteObserver) -> dict[str, float]:
