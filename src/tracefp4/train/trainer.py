@@ -67,8 +67,9 @@ class _Micro:
 class GRPOTrainer:
     """Trains a transformers model by the guided forward.
 
-    model: Qwen3-MoE in ``config.dtype``. recipe: the rollout's numeric contract. forward: how much of it this forward
-    mirrors. store: where guidance is read. temperature: the rollout's, log-probs are taken under the same.
+    model: Qwen3-MoE or Qwen3; cast to ``config.dtype``. recipe: the rollout's numeric contract. forward: how much of
+    it this forward mirrors. store: where guidance is read. temperature: the rollout's, log-probs are taken under the
+    same.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class GRPOTrainer:
             forward.guided,
             {"expert_input": c.hidden_size, "key": kv_width, "value": kv_width},
             [i for i, layer in enumerate(layers) if hasattr(layer.mlp, "experts")],
-            c.num_experts_per_tok,
+            getattr(c, "num_experts_per_tok", 0),
             config.max_version_diff,
         )
         self.generator = torch.Generator().manual_seed(seed)
