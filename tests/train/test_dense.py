@@ -68,8 +68,8 @@ def test_guidance_closes_the_gap() -> None:
     for method in ("naive", "qat", "trace-all", "trace-full"):
         batch, store = rollout(method, "bfloat16")
         mean[method] = make_trainer(method, "bfloat16", store).update(batch)["mismatch/logprob_abs_diff_mean"]
-    assert mean["trace-all"] < mean["qat"] / 2 < mean["naive"] / 2
-    assert mean["trace-full"] < mean["qat"] / 2
+    assert mean["trace-all"] < mean["qat"] / 5 < mean["naive"] / 5
+    assert mean["trace-full"] < mean["qat"] / 5
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
