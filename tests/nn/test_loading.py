@@ -20,7 +20,8 @@ from tracefp4.errors import TracefpError
 from tracefp4.loop import RunConfig, run_training
 from tracefp4.methods import get_method
 from tracefp4.nn import prepare_model
-from tracefp4.nn.loading import INDEX, SINGLE_FILE, load_policy, read_headers
+from tracefp4.nn.loading import INDEX, SINGLE_FILE, load_policy, read_config, read_headers
+from tracefp4.rollout.model import ModelShape
 
 SHARDED = {"max_shard_size": "60KB"}
 CONFIGS = {
@@ -65,6 +66,24 @@ def test_experts_load_under_the_hubs_names_and_stacked(tmp_path: Path) -> None:
     assert "model.layers.1.mlp.experts.down_proj" in read_headers(stacked)
     for directory in (single, stacked):
         check_equal(load_policy(directory, "float32"), model, "float32")
+
+
+@pytest.mark.parametrize("kind", ["moe", "dense"])
+def test_a_config_as_the_hub_has_it(kind: str, tmp_path: Path) -> None:
+    """Older field names: num_experts, rope_theta beside rope_scaling, torch_dtype; no layer_types."""
+
+    def to_hub(c: dict[str, Any]) -> None:
+        for name in ("rope_parameters", "dtype", "layer_types"):
+            c.pop(name, None)
+        c.update(rope_theta=1e6, rope_scaling=None, torch_dtype="bfloat16", max_window_layers=2, eos_token_id=[1, 2])
+        if "num_local_experts" in c:
+            c["num_experts"] = c.pop("num_local_experts")
+
+    edit_json(tiny_checkpoint(tmp_path, CONFIGS[kind]) / "config.json", to_hub)
+    config = read_config(tmp_path)
+    shape = ModelShape.from_hf(config)
+    assert (shape.rope_theta, shape.experts) == (1e6, 8 if kind == "moe" else 1)
+    check_equal(load_policy(tmp_path, "float32"), tiny_model(CONFIGS[kind], "bfloat16"), "float32")
 
 
 def test_a_stored_copy_of_the_tied_head_is_no_harm(tmp_path: Path) -> None:

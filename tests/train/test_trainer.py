@@ -260,8 +260,10 @@ def test_gradient_checkpointing_changes_nothing() -> None:
     results = []
     for checkpointing in (False, True):
         batch, store = rollout("trace-all", "bfloat16")
-        trainer = make_trainer("trace-all", "bfloat16", store, gradient_checkpointing=checkpointing, lr=1e-3)
+        settings = {"gradient_checkpointing": checkpointing, "micro_batch_tokens": 100, "lr": 1e-3}
+        trainer = make_trainer("trace-all", "bfloat16", store, **settings)
         results.append((trainer.update(batch), weights(trainer)))
+    assert results[0][0]["train/micro_batches"] > 2
     assert results[0][0] == results[1][0]
     for name, w in results[0][1].items():
         assert torch.equal(w, results[1][1][name]), name
