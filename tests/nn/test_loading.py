@@ -86,12 +86,13 @@ def test_a_config_as_the_hub_has_it(kind: str, tmp_path: Path) -> None:
     check_equal(load_policy(tmp_path, "float32"), tiny_model(CONFIGS[kind], "bfloat16"), "float32")
 
 
-def test_a_stored_copy_of_the_tied_head_is_no_harm(tmp_path: Path) -> None:
-    edit_weights(tiny_checkpoint(tmp_path, dtype="float32"), copy_head)
+def test_a_stored_copy_of_the_tied_head_and_old_rotary_buffers_are_no_harm(tmp_path: Path) -> None:
+    edit_weights(tiny_checkpoint(tmp_path, dtype="float32"), add_harmless)
     check_equal(load_policy(tmp_path, "float32"), tiny_model(tiny_dense_config()), "float32")
 
 
-def copy_head(weights: dict[str, Tensor]) -> None:
+def add_harmless(weights: dict[str, Tensor]) -> None:
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16)
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
 
 
