@@ -1,20 +1,40 @@
-"""A random Qwen3-MoE of a few thousand weights, and engines over it. In a test: ``from tiny import tiny_config``."""
+"""Random Qwen3-MoE and Qwen3 models of a few thousand weights, and engines over them.
+
+In a test: ``from tiny import tiny_config``.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tracefp4.guidance.store import GuidanceStore
 from tracefp4.methods import QuantConfig, get_method
 from tracefp4.recipe import QuantRecipe
 from tracefp4.rollout.engine import RolloutConfig, RolloutEngine
+from tracefp4.tasks import build_tokenizer
 from tracefp4.types import Request, SamplingParams
 
 STOP = 1
+TinyConfig = Qwen3MoeConfig | Qwen3Config
+
+_SIZES: dict[str, Any] = dict(  # noqa: C408
+    vocab_size=32,
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    tie_word_embeddings=True,
+    max_position_embeddings=512,
+    initializer_range=0.08,
+    pad_token_id=0,
+    eos_token_id=STOP,
+)
 
 
 def tiny_config(**overrides: Any) -> Qwen3MoeConfig:
@@ -22,28 +42,18 @@ def tiny_config(**overrides: Any) -> Qwen3MoeConfig:
 
     initializer_range .08 spreads the logits, so that greedy choices are no ties.
     """
-    sizes: dict[str, Any] = dict(  # noqa: C408
-        vocab_size=32,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        moe_intermediate_size=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        tie_word_embeddings=True,
-        max_position_embeddings=512,
-        initializer_range=0.08,
-        pad_token_id=0,
-        eos_token_id=STOP,
+    sizes = dict(  # noqa: C408
+        intermediate_size=64, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True
     )
-    return Qwen3MoeConfig(**{**sizes, **overrides})
+    return Qwen3MoeConfig(**{**_SIZES, **sizes, **overrides})
 
 
-def tiny_weights(config: Qwen3MoeConfig, seed: int = 0) -> dict[str, Tensor]:
+def tiny_dense_config(**overrides: Any) -> Qwen3Config:
+    """As ``tiny_config``, with one MLP of width 96 in place of the experts."""
+    return Qwen3Config(**{**_SIZES, "intermediate_size": 96, **overrides})
+
+
+def tiny_weights(config: TinyConfig, seed: int = 0) -> dict[str, Tensor]:
     """FP32 state dict of random weights.
 
     Norm weights are random too, so that a forgotten one shows, and so is the embedding of the padding token, which
@@ -51,7 +61,7 @@ def tiny_weights(config: Qwen3MoeConfig, seed: int = 0) -> dict[str, Tensor]:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        state = Qwen3MoeForCausalLM(config).state_dict()
+        state = _stock(config).state_dict()
         embed = state["model.embed_tokens.weight"]  # the head's memory too, where they are tied
         embed[config.pad_token_id] = config.initializer_range * torch.randn_like(embed[0])
         weights = {name: w.clone() for name, w in state.items()}
@@ -63,13 +73,29 @@ def tiny_weights(config: Qwen3MoeConfig, seed: int = 0) -> dict[str, Tensor]:
     return weights
 
 
-def tiny_model(config: Qwen3MoeConfig, dtype: str | torch.dtype = torch.float32, seed: int = 0) -> Qwen3MoeForCausalLM:
+def tiny_model(config: TinyConfig, dtype: str | torch.dtype = torch.float32, seed: int = 0) -> Any:
     """The transformers model with ``tiny_weights(config, seed)``, in eval mode."""
-    model = Qwen3MoeForCausalLM(config)
+    model = _stock(config)
     model.load_state_dict(tiny_weights(config, seed))
     for p in model.parameters():  # not model.to(dtype): the rotary frequencies are FP32 buffers
         p.data = p.data.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
     return model.eval()
+
+
+def _stock(config: TinyConfig) -> PreTrainedModel:
+    return Qwen3MoeForCausalLM(config) if isinstance(config, Qwen3MoeConfig) else Qwen3ForCausalLM(config)
+
+
+def tiny_checkpoint(
+    directory: Path, config: TinyConfig | None = None, dtype: str = "bfloat16", seed: int = 0, **save: Any
+) -> Path:
+    """Writes a checkpoint directory of ``tiny_model(config)``, by default dense, with the arithmetic tokenizer.
+
+    save: arguments of save_pretrained, such as max_shard_size="20KB".
+    """
+    tiny_model(config or tiny_dense_config(), dtype, seed).save_pretrained(directory, **save)
+    build_tokenizer().save_pretrained(directory)
+    return directory
 
 
 def tiny_requests(
@@ -107,7 +133,7 @@ def make_engine(
     method: str = "trace-all",
     dtype: str = "bfloat16",
     *,
-    config: Qwen3MoeConfig | None = None,
+    config: TinyConfig | None = None,
     quant: dict[str, Any] | None = None,
     store: GuidanceStore | None = None,
     load: bool = True,

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from pydantic import Field, model_validator
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from tracefp4.assets import builtin_model_path
@@ -26,7 +26,7 @@ from tracefp4.config import StrictModel, config_hash, resolved
 from tracefp4.errors import TracefpError
 from tracefp4.guidance.store import MemoryStore
 from tracefp4.methods import QuantConfig, get_method
-from tracefp4.nn.loading import load_policy
+from tracefp4.nn.loading import checkpoint_directory, load_policy, read_config
 from tracefp4.report import RunLogger, progress, write_json_atomic
 from tracefp4.report.provenance import provenance
 from tracefp4.rollout.engine import RolloutConfig, RolloutEngine
@@ -104,13 +104,10 @@ class RunConfig(StrictModel):
 
 
 def model_path(path: str) -> Path:
-    """Directory of a checkpoint. Raises TracefpError where it is none."""
+    """Directory of a local or built-in checkpoint. Raises TracefpError where it is none."""
     if path.startswith("builtin:"):
         return builtin_model_path(path.removeprefix("builtin:"))
-    directory = Path(path)
-    if not (directory / "config.json").is_file():
-        raise TracefpError(f"model.path {path} is no Hugging Face checkpoint directory (it has no config.json)")
-    return directory
+    return checkpoint_directory(path)
 
 
 def derive_seed(*parts: object) -> int:
@@ -132,6 +129,7 @@ class TrainingRun:
         disable_progress_bar()
         rollout, train = config.rollout, config.train
         path = model_path(config.model.path)
+        hf_config = read_config(path)
         self.method = get_method(config.method.name)
         if self.method.dtype is not None:
             rollout = rollout.model_copy(update={"dtype": self.method.dtype})
@@ -149,7 +147,6 @@ class TrainingRun:
         if not self.tokenizer(self.task.train_prompts(0, 1)[0].text, add_special_tokens=False)["input_ids"]:
             raise TracefpError(f"the tokenizer in {path} turns a prompt into nothing; does the folder lack its files?")
         self.store = MemoryStore()
-        hf_config = AutoConfig.from_pretrained(path)
         if len(self.tokenizer) > hf_config.vocab_size:
             raise TracefpError(
                 f"the tokenizer in {path} has {len(self.tokenizer)} tokens, the model only {hf_config.vocab_size}"

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 SITES = ("expert_input", "key", "value")
-"""Recorded sites: the input of the routed experts (once per token and layer, before dispatch), K after
-RoPE and V, each one row per token and layer."""
+"""Recorded sites: the input of the routed experts, or of a dense model's MLP (once per token and layer, before
+dispatch), K after RoPE and V, each one row per token and layer."""
 
 
 @dataclass(frozen=True)

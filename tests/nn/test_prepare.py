@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeMLP
 
-from tiny import tiny_config, tiny_model
+from tiny import tiny_config, tiny_dense_config, tiny_model
 from tracefp4.errors import TracefpError
 from tracefp4.nn import TrainerForward, prepare_model
 from tracefp4.recipe import QuantRecipe
@@ -38,6 +39,27 @@ def test_unquantized_equals_the_stock_model(attention: str, overrides: dict[str,
         torch.testing.assert_close(gradient, want_gradients[name], rtol=1e-5, atol=5e-6, msg=name)
 
 
+@pytest.mark.parametrize("overrides", [{}, {"tie_word_embeddings": False}], ids=str)
+def test_an_unquantized_dense_model_equals_the_stock_one(overrides: dict[str, Any]) -> None:
+    stock, ours = (tiny_model(tiny_dense_config(**overrides)) for _ in range(2))
+    prepare_model(ours, QuantRecipe(num_layers=2), TrainerForward())
+    assert ours.state_dict().keys() == stock.state_dict().keys()
+    assert [name for name, _ in ours.named_parameters()] == [name for name, _ in stock.named_parameters()]
+    (want, want_gradients), (got, gradients) = logits_and_gradients(stock), logits_and_gradients(ours)
+    torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
+    for name, gradient in gradients.items():
+        assert want_gradients[name].abs().max() > 1e-4, name
+        torch.testing.assert_close(gradient, want_gradients[name], rtol=1e-5, atol=5e-6, msg=name)
+
+
+def test_dense_layers_of_a_mixture_are_left_alone() -> None:
+    """mlp_only_layers and decoder_sparse_step: neither path quantizes those MLPs."""
+    model = tiny_model(tiny_config(num_hidden_layers=3, decoder_sparse_step=2, mlp_only_layers=[1]))
+    stock = [type(layer.mlp) for layer in model.model.layers]
+    prepare_model(model, QuantRecipe(num_layers=3, weights="nvfp4"), TrainerForward(weights=True))
+    assert [type(layer.mlp) for layer in model.model.layers] == stock == [Qwen3MoeMLP] * 3
+
+
 @torch.no_grad()
 def test_the_mask_hides_tokens_wherever_they_stand() -> None:
     """Right padding is hidden by causality alone; a hole in the middle is not, unless the mask really arrives."""
@@ -52,18 +74,17 @@ def test_the_mask_hides_tokens_wherever_they_stand() -> None:
 
 
 def test_other_architecture_is_refused() -> None:
-    config = Qwen3Config(
+    config = Qwen2Config(
         vocab_size=32,
         hidden_size=32,
         intermediate_size=32,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=16,
     )
-    model = Qwen3ForCausalLM(config)
+    model = Qwen2ForCausalLM(config)
     before = model.config._attn_implementation
-    with pytest.raises(TracefpError, match="'qwen3' is not supported; use one of qwen3_moe"):
+    with pytest.raises(TracefpError, match="'qwen2' is not supported; use one of qwen3_moe, qwen3"):
         prepare_model(model, QuantRecipe(num_layers=2), TrainerForward())
     assert model.config._attn_implementation == before
 

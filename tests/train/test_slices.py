@@ -12,7 +12,7 @@ from tracefp4.guidance import GuidanceError, decode, encode, pack_rows
 from tracefp4.guidance.store import MemoryStore, SiteRows, TrajectoryGuidance
 from tracefp4.nn import MicroBatch
 from tracefp4.recipe import QuantRecipe
-from tracefp4.train.slices import MicroBatchBuilder, RowCounts, replayed_experts
+from tracefp4.train.slices import MicroBatchBuilder, RowCounts, padding_metrics, replayed_experts, split_micro_batches
 from tracefp4.types import GuidanceHandle, TrainBatch, Trajectory
 
 WIDTHS = {"expert_input": 32, "key": 16, "value": 16}
@@ -187,6 +187,56 @@ def test_keys_are_unique_and_unguided_batches_carry_experts_only() -> None:
     assert (counts.total, counts.guided, counts.reasons) == (0, 0, Counter())
     assert counts.replay_metrics() == {"router/replayed_share": 1.0}
     assert counts.metrics()["guidance/guided_share"] == 0
+
+
+# -- micro-batches ------------------------------------------------------------------------------------------------
+
+
+def of_lengths(*lengths: int) -> list[Trajectory]:
+    return [trajectory(f"t{i}", tuple(range(2, 2 + n))) for i, n in enumerate(lengths)]
+
+
+def sizes(groups: list[list[Trajectory]]) -> list[list[int]]:
+    return [[len(t.token_ids) for t in group] for group in groups]
+
+
+@pytest.mark.parametrize(
+    ("size", "tokens", "want"),
+    [
+        (2, 0, [[3, 3], [5, 6], [20]]),
+        (9, 0, [[3, 3, 5, 6, 20]]),
+        (1, 6, [[3, 3], [5], [6], [20]]),
+        (1, 15, [[3, 3, 5], [6], [20]]),
+        (1, 24, [[3, 3, 5, 6], [20]]),
+        (1, 23, [[3, 3, 5], [6], [20]]),
+        (9, 1, [[3], [3], [5], [6], [20]]),
+        (1, 100, [[3, 3, 5, 6, 20]]),
+    ],
+)
+def test_micro_batches_are_filled_up_to_their_budget(size: int, tokens: int, want: list[list[int]]) -> None:
+    trajectories = of_lengths(5, 20, 3, 6, 3)
+    groups = split_micro_batches(trajectories, size, tokens)
+    assert sizes(groups) == want
+    assert sorted(t.request_id for g in groups for t in g) == ["t0", "t1", "t2", "t3", "t4"]
+
+
+def test_no_trajectories_make_no_micro_batch() -> None:
+    assert split_micro_batches([], 4) == split_micro_batches([], 4, 100) == []
+
+
+def test_padding_is_the_share_of_positions_without_a_token() -> None:
+    batches = [TrainBatch.collate(of_lengths(3, 5), 0), TrainBatch.collate(of_lengths(10), 0)]
+    assert padding_metrics(batches) == {"train/micro_batches": 2.0, "train/padding_share": pytest.approx(2 / 20)}
+
+
+def test_a_model_without_routers_replays_nothing_and_says_so() -> None:
+    t = stored(MemoryStore(), "a", (1, 2, 3, 4))
+    t.routed_experts = None
+    counts = RowCounts()
+    batch = TrainBatch.collate([t], 0)
+    assert replayed_experts(batch, (), 0, 0) == {}
+    counts.add_replay(batch, {})
+    assert counts.replay_metrics() == {}
 
 
 # -- falling back -------------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from tracefp4.recipe import QuantRecipe, resolve_guided_layers
 class QuantConfig(StrictModel):
     """Formats of a quantized rollout; modes that do not quantize ignore them.
 
-    weights, activations: of the routed experts. kv: of the cache. "none" leaves a part in the compute dtype.
+    weights, activations: of the routed experts, or of a dense model's MLP, which counts as one expert. kv: of the
+    cache. "none" leaves a part in the compute dtype.
     encode_scale: "row" or "row-pow2". kv_encode_scale: static encode scale S of K and V.
     """
 

@@ -32,23 +32,34 @@ class _SubstituteValue(torch.autograd.Function):
         return grads[0], None
 
 
-def fake_quantized_weight(module: nn.Module, name: str, format_name: str, pow2: bool) -> Tensor:
-    """The expert weight [E, out, in] as the rollout uses it, gradient straight through.
+def fake_quantized_weights(module: nn.Module, names: tuple[str, ...], format_name: str, pow2: bool) -> list[Tensor]:
+    """Weights as the rollout uses them, gradient straight through; names: dotted parameters of ``module``.
 
-    The dequantized copy is kept on the module until the parameter changes (in place, by a cast, or by another
-    parameter in its stead): one quantization per optimizer step, not one per micro-batch.
+    Each is [E, out, in], or [out, in] for the one expert of a dense MLP; together they are stacked in ``out`` and
+    share the expert's encode scale. The dequantized copies are kept on the module until a parameter changes (in place,
+    by a cast, or by another parameter in its stead): one quantization per optimizer step, not one per micro-batch.
     """
-    weight: Tensor = getattr(module, name)
-    cache: dict[str, tuple[Tensor, tuple[int, int], Tensor]] = module.__dict__.setdefault("_tracefp4_weights", {})
+    weights = [module.get_parameter(name) for name in names]
+    cache: dict[tuple[str, ...], tuple[list[nn.Parameter], list[tuple[int, int]], list[Tensor]]]
+    cache = module.__dict__.setdefault("_tracefp4_weights", {})
     # A cast and `.data = ...` leave the version as it is, but not the address; a new parameter starts at version 0.
-    state = (weight._version, weight.data_ptr())
-    held = cache.get(name)
-    if held is None or held[0] is not weight or held[1] != state:
+    state = [(w._version, w.data_ptr()) for w in weights]
+    held = cache.get(names)
+    if held is None or any(a is not b for a, b in zip(held[0], weights, strict=True)) or held[1] != state:
         with torch.no_grad():
-            blocks = quantize_expert_weights(weight, format_name, pow2)
-            held = (weight, state, get_format(format_name).dequantize(blocks, dtype=weight.dtype))
-        cache[name] = held
-    return _SubstituteValue.apply(weight, held[2])
+            w_EOI = weights[0] if len(weights) == 1 else torch.cat(tuple(weights), dim=-2)
+            w_EOI = w_EOI if w_EOI.ndim == 3 else w_EOI[None]
+            blocks = quantize_expert_weights(w_EOI, format_name, pow2)
+            value_EOI = get_format(format_name).dequantize(blocks, dtype=w_EOI.dtype)
+            values = value_EOI.split([w.shape[-2] for w in weights], dim=-2)
+            held = (weights, state, [v.reshape(w.shape) for v, w in zip(values, weights, strict=True)])
+        cache[names] = held
+    return [_SubstituteValue.apply(w, value) for w, value in zip(weights, held[2], strict=True)]
+
+
+def fake_quantized_weight(module: nn.Module, name: str, format_name: str, pow2: bool) -> Tensor:
+    """``fake_quantized_weights`` of one parameter."""
+    return fake_quantized_weights(module, (name,), format_name, pow2)[0]
 
 
 def quantized_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

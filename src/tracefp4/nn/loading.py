@@ -1,45 +1,231 @@
-"""Loading a policy from a local Hugging Face checkpoint directory."""
+"""Loading a policy from a local Hugging Face checkpoint directory, whole or not at all.
+
+Config, shard headers, names, dtypes and shapes are checked before any weight is read: transformers would fill a
+missing weight with random numbers and drop an unknown one, and only log it.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from tracefp4.errors import TracefpError
+from tracefp4.nn.prepare import SUPPORTED_MODEL_TYPES
+
+SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ACCEPTED_DTYPES = ("BF16", "F32")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_EXPERT = re.compile(r"(.+\.experts)\.\d+\.(?:gate|up|down)_proj\.weight")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as the header of its shard states it. dtype: safetensors' name, such as "BF16"."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def checkpoint_directory(path: str) -> Path:
+    """``model.path`` as a directory that holds a config.json. Raises TracefpError saying what is there instead."""
+    directory = Path(path)
+    if directory.is_file():
+        raise TracefpError(f"model.path {path} is a file; give the Hugging Face checkpoint directory that holds it")
+    if not directory.exists():
+        remedy = "give a local Hugging Face checkpoint directory"
+        if _HUB_ID.fullmatch(path):
+            remedy = (
+                "only local directories are read; where it names a model of the Hugging Face hub, fetch it by "
+                f"`hf download {path} --local-dir DIR` and set model.path to DIR"
+            )
+        raise TracefpError(f"model.path {path} does not exist: {remedy}")
+    if not (directory / "config.json").is_file():
+        raise TracefpError(f"model.path {path} is no Hugging Face checkpoint directory (it has no config.json)")
+    return directory
+
+
+def read_config(directory: Path) -> PreTrainedConfig:
+    """The checkpoint's config. Raises TracefpError where it is corrupt, of another architecture, or of quantized
+    weights."""
+    file = directory / "config.json"
+    raw = _read_json(file)
+    model_type = raw.get("model_type")
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        raise TracefpError(
+            f"{file}: model_type {model_type!r} is not supported; use a checkpoint of one of "
+            f"{', '.join(SUPPORTED_MODEL_TYPES)}"
+        )
+    if raw.get("quantization_config") is not None:
+        quantization = raw["quantization_config"]
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise TracefpError(
+            f"{file} has a quantization_config ({method!r}); use the model's BF16 or FP32 checkpoint, which is "
+            "quantized here as the recipe says"
+        )
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        raise TracefpError(f"{file} is no valid {model_type} config: {_one_line(error)}") from error
+    _check_sizes(file, config)
+    return config
 
 
 def load_policy(path: Path, dtype: str) -> PreTrainedModel:
     """A causal LM in ``dtype`` ("bfloat16" or "float32"), read from disk only.
 
-    Raises TracefpError where weights are missing or misshapen: transformers would fill missing ones with random
-    numbers and only log it.
+    Takes one file or shards with an index, in BF16 or FP32, experts stacked or one by one as on the hub. Raises
+    TracefpError naming path and tensor where a weight is missing, unknown, misshapen, of another dtype or not finite.
     """
+    config = read_config(path)
+    _check_tensors(path, config, read_headers(path))
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # its report of missing weights is a table; ours is a sentence
+    logging.set_verbosity_error()  # its report of weights is a table; ours is a sentence
     try:
         # The annotation: transformers types the return value without the loading info.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=getattr(torch, dtype),
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below, by name
+            path, dtype=getattr(torch, dtype), local_files_only=True, use_safetensors=True, output_loading_info=True
         )
     except (OSError, SafetensorError) as error:
-        raise TracefpError(f"checkpoint {path} cannot be read: {error}") from error
+        raise TracefpError(f"checkpoint {path} cannot be read: {_one_line(error)}") from error
     finally:
         logging.set_verbosity(verbosity)
     model, info = loaded
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise TracefpError(f"checkpoint {path} lacks weight {missing[0]} ({len(missing)} missing in all)")
-    for name, stored, expected in sorted(info["mismatched_keys"]):
+    for kind in ("missing_keys", "mismatched_keys"):  # none, by the checks above; random weights if they err
+        for name in sorted(map(str, info[kind])):
+            raise TracefpError(f"checkpoint {path}: transformers reports {name} among its {kind}")
+    for name, p in model.named_parameters():
+        if not bool(torch.isfinite(p).all()):
+            raise TracefpError(f"checkpoint {path}: weight {name} holds NaN or Inf")
+    if config.tie_word_embeddings and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         raise TracefpError(
-            f"checkpoint {path}: weight {name} has shape {tuple(stored)}, its config asks for {tuple(expected)}"
+            f"checkpoint {path}: lm_head.weight differs from the embedding that its config ties it to; set "
+            "tie_word_embeddings to false in its config.json, or remove lm_head.weight"
         )
     return model
+
+
+def read_headers(directory: Path) -> dict[str, StoredTensor]:
+    """All stored tensors by name. Raises TracefpError naming the file that is missing, cut short, or not as indexed."""
+    if (directory / SINGLE_FILE).is_file():
+        return _shard_header(directory / SINGLE_FILE)
+    index = directory / INDEX
+    if not index.is_file():
+        other = next((p.name for pattern in ("*.safetensors", "*.bin", "*.pt*") for p in directory.glob(pattern)), None)
+        holds = f"holds {other}, but" if other else "has"
+        raise TracefpError(
+            f"checkpoint {directory} {holds} neither {SINGLE_FILE} nor {INDEX}: weights are read from those"
+        )
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()) or not weight_map:
+        raise TracefpError(f"{index} has no weight_map of tensor names to files; fetch it again")
+    tensors: dict[str, StoredTensor] = {}
+    for shard in sorted(set(weight_map.values())):
+        if not (directory / shard).is_file():
+            raise TracefpError(f"checkpoint {directory} lacks its shard {shard}, which {INDEX} names; fetch it again")
+        tensors |= _shard_header(directory / shard)
+    for name, shard in weight_map.items():
+        if name not in tensors or tensors[name].file.name != Path(shard).name:
+            raise TracefpError(f"{index} says that {shard} holds {name}, but it does not; fetch the checkpoint again")
+    return tensors
+
+
+def _shard_header(file: Path) -> dict[str, StoredTensor]:
+    with file.open("rb") as stream:
+        if stream.read(20) == b"version https://git-":
+            raise TracefpError(f"{file} is a Git LFS pointer, not the weights; fetch them by `git lfs pull`")
+    try:
+        with safe_open(file, "pt") as shard:
+            parts = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118  # not a dict
+            return {name: StoredTensor(file, s.get_dtype(), tuple(s.get_shape())) for name, s in parts.items()}
+    except (OSError, SafetensorError) as error:
+        raise TracefpError(f"{file} is damaged or cut short ({_one_line(error)}); fetch it again") from error
+
+
+def _check_tensors(directory: Path, config: PreTrainedConfig, stored: dict[str, StoredTensor]) -> None:
+    """Names, shapes and dtypes against those of the model that the config describes."""
+    for name, t in stored.items():
+        if t.dtype not in ACCEPTED_DTYPES:
+            raise TracefpError(
+                f"{t.file}: tensor {name} is stored as {t.dtype}; BF16 and F32 are accepted, so convert the checkpoint "
+                "first"
+            )
+    expected = _expected_shapes(config, stored)
+    missing = [name for name in expected if name not in stored]
+    if missing:
+        raise TracefpError(f"checkpoint {directory} lacks weight {missing[0]} ({len(missing)} missing in all)")
+    for name, shape in expected.items():
+        if stored[name].shape != shape:
+            raise TracefpError(
+                f"checkpoint {directory}: weight {name} has shape {stored[name].shape}, its config asks for {shape}"
+            )
+    free = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    unknown = [n for n in sorted(set(stored) - set(expected) - free) if not n.endswith("rotary_emb.inv_freq")]
+    if unknown:
+        raise TracefpError(
+            f"checkpoint {directory} holds weight {unknown[0]}, which the model of its config does not have "
+            f"({len(unknown)} such in all)"
+        )
+
+
+def _expected_shapes(config: PreTrainedConfig, stored: dict[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
+    """Shapes by name, experts one by one where the checkpoint stores them so."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    single = {match[1] for name in stored if (match := _EXPERT.fullmatch(name))}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, p in model.named_parameters():
+        experts, _, projection = name.rpartition(".")
+        if experts not in single:
+            shapes[name] = tuple(p.shape)
+            continue
+        E, out, width = p.shape
+        split = {"gate_proj": out // 2, "up_proj": out // 2} if projection == "gate_up_proj" else {projection: out}
+        for e in range(E):
+            shapes |= {f"{experts}.{e}.{part}.weight": (rows, width) for part, rows in split.items()}
+    return shapes
+
+
+def _check_sizes(file: Path, config: Any) -> None:
+    """Raises TracefpError for sizes of which no model can be built."""
+    fields = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+    fields += ["num_key_value_heads", "max_position_embeddings"]
+    routed = config.model_type == "qwen3_moe" and config.num_experts != 0
+    if routed:
+        fields += ["num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"]
+    for field in fields:
+        if not (isinstance(getattr(config, field), int) and getattr(config, field) > 0):
+            raise TracefpError(f"{file}: {field} must be a positive integer, got {getattr(config, field)!r}")
+    pairs = [
+        ("num_attention_heads", "num_key_value_heads", config.num_attention_heads % config.num_key_value_heads == 0)
+    ]
+    if routed:
+        pairs += [("num_experts", "num_experts_per_tok", config.num_experts_per_tok <= config.num_experts)]
+    for whole, part, ok in pairs:
+        if not ok:
+            raise TracefpError(
+                f"{file}: {whole} {getattr(config, whole)} and {part} {getattr(config, part)} do not fit"
+            )
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TracefpError(f"{file} is no readable JSON ({_one_line(error)}); fetch it again") from error
+    if not isinstance(data, dict):
+        raise TracefpError(f"{file} must hold a JSON object, not a {type(data).__name__}; fetch it again")
+    return data
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

@@ -1,4 +1,4 @@
-"""Makes a transformers model run the guided forward, through its official interfaces only."""
+"""Makes a transformers model run the guided forward: through its interfaces, and for dense MLPs by substitution."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from transformers import PreTrainedModel
 from tracefp4.errors import TracefpError
 from tracefp4.nn.attention import ATTENTION_NAME
 from tracefp4.nn.context import GuidanceContext, TrainerForward
+from tracefp4.nn.dense import QuantizedMLP
 from tracefp4.nn.experts import EXPERTS_NAME
 from tracefp4.nn.routing import replay_hook
 from tracefp4.recipe import QuantRecipe
 
-SUPPORTED_MODEL_TYPES = ("qwen3_moe",)
+SUPPORTED_MODEL_TYPES = ("qwen3_moe", "qwen3")
 
 
 def prepare_model(model: PreTrainedModel, recipe: QuantRecipe, forward: TrainerForward) -> GuidanceContext:
-    """Switches attention, experts and routers of a Qwen3-MoE model to the guided forward; returns its context.
+    """Switches a model to the guided forward; returns its context.
 
-    Raises TracefpError where the model has another architecture, another number of layers, or where an interface was
-    not really applied (a silently ignored registration would train an unquantized model).
+    Qwen3-MoE: attention, experts and routers; dense layers among them stay as they are. Dense Qwen3: attention, and
+    each layer's ``mlp`` becomes a QuantizedMLP over the same parameters. Raises TracefpError where the model has
+    another architecture, another number of layers, or where an interface was not really applied (a silently ignored
+    registration would train an unquantized model).
     """
     if model.config.model_type not in SUPPORTED_MODEL_TYPES:
         raise TracefpError(
@@ -30,11 +33,15 @@ def prepare_model(model: PreTrainedModel, recipe: QuantRecipe, forward: TrainerF
         raise TracefpError(f"the recipe is for {recipe.num_layers} layers, the model has {len(layers)}")
     context = GuidanceContext(recipe, forward)
     model.set_attn_implementation(ATTENTION_NAME)
-    model.set_experts_implementation(EXPERTS_NAME)
+    dense = model.config.model_type == "qwen3"
+    if not dense:
+        model.set_experts_implementation(EXPERTS_NAME)
     for i, layer in enumerate(layers):
         _attach(layer.self_attn, context, i)
         if layer.self_attn.config._attn_implementation != ATTENTION_NAME:
             raise TracefpError(f"layer {i}: transformers did not switch its attention to {ATTENTION_NAME!r}")
+        if dense:
+            layer.mlp = QuantizedMLP(layer.mlp, context, i)
         if not hasattr(layer.mlp, "experts"):
             continue
         _attach(layer.mlp.experts, context, i)

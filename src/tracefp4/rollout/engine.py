@@ -101,7 +101,7 @@ class RolloutEngine:
         s, r = self.shape, self.recipe
         for name in (r.weights, r.activations):
             block = 1 if name is None else get_format(name).block_size
-            for field, width in (("hidden_size", s.hidden), ("moe_intermediate_size", s.expert_width)):
+            for field, width in (("hidden_size", s.hidden), (s.expert_width_field, s.expert_width)):
                 if width % block:
                     raise TracefpError(
                         f"the checkpoint's {field} {width} is not a multiple of the {name} block of {block}: "
@@ -134,9 +134,7 @@ class RolloutEngine:
                 self.recipe, self.recipe.guided_layers, self.recipe.bits, slots, widths, self.device
             )
         self._slots, self._widths = slots, widths
-        self._experts = torch.zeros(
-            slots, s.layers - len(s.dense_layers), s.experts_per_token, dtype=torch.int16, device=self.device
-        )
+        self._experts = torch.zeros(slots, s.routed_layers, s.experts_per_token, dtype=torch.int16, device=self.device)
 
     def _probe_recorder(self) -> SlotRecorder | None:
         """A recorder of full codes in all layers; made when the first request asks for it, since it is large.

@@ -1,4 +1,4 @@
-"""The engine's own forward of Qwen3-MoE: fused projections, paged cache, incremental; no transformers code.
+"""The engine's own forward of Qwen3-MoE and Qwen3: fused projections, paged cache, incremental; no transformers code.
 
 Legend: N rows of this step, B sequences, Q most rows of one sequence, V vocabulary, H hidden size, F expert width,
 G KV heads, D head_dim, K experts per token, E experts.
@@ -28,7 +28,11 @@ from tracefp4.rollout.kv_pool import KVPool
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a Qwen3-MoE decoder that the forward needs."""
+    """The sizes of a Qwen3-MoE or Qwen3 decoder that the forward needs.
+
+    A dense model has one expert, its MLP, without a router (experts 1, experts_per_token 0). dense_layers: layers of
+    a mixture that have a dense MLP, which is not quantized.
+    """
 
     layers: int
     hidden: int
@@ -46,16 +50,27 @@ class ModelShape:
     max_positions: int
     tied_embeddings: bool
     dense_layers: frozenset[int]
+    dense_model: bool = False
+
+    @property
+    def routed_layers(self) -> int:
+        return 0 if self.dense_model else self.layers - len(self.dense_layers)
+
+    @property
+    def expert_width_field(self) -> str:
+        """The checkpoint's own name for expert_width."""
+        return "intermediate_size" if self.dense_model else "moe_intermediate_size"
 
     @staticmethod
     def from_hf(config: Any) -> ModelShape:
         """Reads a transformers config. Raises TracefpError, naming the field, where the engine has no such path."""
         c = config
         model_type = getattr(c, "model_type", None)
-        if model_type != "qwen3_moe":
+        if model_type not in ("qwen3_moe", "qwen3"):
             raise TracefpError(
-                f"the rollout engine runs qwen3_moe models, not {model_type!r}; choose such a checkpoint"
+                f"the rollout engine runs qwen3_moe and qwen3 models, not {model_type!r}; choose such a checkpoint"
             )
+        moe = model_type == "qwen3_moe"
         rope = dict(getattr(c, "rope_parameters", None) or {})
         for field, ok, value in (
             ("rope_theta", rope.get("rope_theta") is not None, rope.get("rope_theta")),
@@ -68,28 +83,27 @@ class ModelShape:
                 raise TracefpError(
                     f"the rollout engine does not support {field} = {value!r} of this checkpoint's config"
                 )
-        layers = c.num_hidden_layers
-        dense = {
-            i for i in range(layers) if i in c.mlp_only_layers or c.num_experts == 0 or (i + 1) % c.decoder_sparse_step
-        }
+        layers = range(c.num_hidden_layers) if moe else ()
+        dense = {i for i in layers if i in c.mlp_only_layers or c.num_experts == 0 or (i + 1) % c.decoder_sparse_step}
         heads, hidden = c.num_attention_heads, c.hidden_size
         return ModelShape(
-            layers=layers,
+            layers=c.num_hidden_layers,
             hidden=hidden,
             heads=heads,
             kv_heads=c.num_key_value_heads,
             head_dim=getattr(c, "head_dim", None) or hidden // heads,
-            experts=c.num_experts,
-            experts_per_token=c.num_experts_per_tok,
-            expert_width=c.moe_intermediate_size,
+            experts=c.num_experts if moe else 1,
+            experts_per_token=c.num_experts_per_tok if moe else 0,
+            expert_width=c.moe_intermediate_size if moe else c.intermediate_size,
             dense_width=c.intermediate_size,
             vocab=c.vocab_size,
             norm_eps=c.rms_norm_eps,
             rope_theta=rope["rope_theta"],
-            norm_topk_prob=c.norm_topk_prob,
+            norm_topk_prob=moe and c.norm_topk_prob,
             max_positions=c.max_position_embeddings,
             tied_embeddings=c.tie_word_embeddings,
             dense_layers=frozenset(dense),
+            dense_model=not moe,
         )
 
 
@@ -220,11 +234,14 @@ class RolloutModel:
             o=take(f"{a}.o_proj.weight", s.hidden, q).clone(),
             post_norm=take(f"{p}.post_attention_layernorm.weight", s.hidden).clone(),
         )
-        if i in s.dense_layers:
+        if s.dense_model or i in s.dense_layers:
             gate = take(f"{p}.mlp.gate_proj.weight", s.dense_width, s.hidden)
             up = take(f"{p}.mlp.up_proj.weight", s.dense_width, s.hidden)
-            layer.dense_gate_up = torch.cat([gate, up])
-            layer.dense_down = take(f"{p}.mlp.down_proj.weight", s.hidden, s.dense_width).clone()
+            gate_up, down = torch.cat([gate, up]), take(f"{p}.mlp.down_proj.weight", s.hidden, s.dense_width)
+            if s.dense_model:
+                layer.gate_up, layer.down = self._expert_matrices(gate_up[None]), self._expert_matrices(down[None])
+            else:
+                layer.dense_gate_up, layer.dense_down = gate_up, down.clone()
             return layer
         layer.router = take(f"{p}.mlp.gate.weight", s.experts, s.hidden).clone()
         gate_up = take(f"{p}.mlp.experts.gate_up_proj", s.experts, 2 * s.expert_width, s.hidden)
@@ -250,7 +267,9 @@ class RolloutModel:
         for i, layer in enumerate(self._layers):
             residual = residual + self._attention(i, layer, h, step, pool, captured)
             h = rms_norm(residual, layer.post_norm, s.norm_eps)
-            if layer.router is None:
+            if s.dense_model:
+                residual = residual + self._one_expert(i, layer, h, captured)
+            elif layer.router is None:
                 residual = residual + self._dense(layer, h)
             else:
                 y, chosen = self._moe(i, layer, h, captured)
@@ -300,24 +319,37 @@ class RolloutModel:
     def _moe(self, i: int, layer: _Layer, h_NH: Tensor, captured: Captured) -> tuple[Tensor, Tensor]:
         s = self.shape
         assert layer.router is not None
-        assert layer.gate_up is not None
-        assert layer.down is not None
         probs = torch.softmax(F.linear(h_NH, layer.router), dim=-1, dtype=torch.float32)
         gates, chosen = probs.topk(s.experts_per_token, dim=-1)
         if s.norm_topk_prob:
             gates = gates / gates.sum(-1, keepdim=True)
         routing = Routing.of(chosen, s.experts)
-        x, x_scale, blocks = self._operand(h_NH)
-        if blocks is not None:
-            captured.blocks["expert_input", i] = blocks
+        x, x_scale = self._expert_input(i, h_NH, captured)
         x_scale = None if x_scale is None else x_scale[routing.token]
-        up = grouped_linear(x[routing.token], x_scale, layer.gate_up, routing.counts)
-        a, a_scale, _ = self._operand(_silu_mul(up.to(self.dtype)))
-        out = grouped_linear(a, a_scale, layer.down, routing.counts).to(self.dtype)
+        out = self._products(layer, x[routing.token], x_scale, routing.counts)
         y = torch.empty_like(out)
         y[routing.order] = out
         y = (y.view(-1, s.experts_per_token, s.hidden).float() * gates[..., None]).sum(1)
         return y.to(self.dtype), chosen
+
+    def _one_expert(self, i: int, layer: _Layer, h_NH: Tensor, captured: Captured) -> Tensor:
+        """A dense model's MLP: the expert of every token, with nothing to route or weigh."""
+        x, x_scale = self._expert_input(i, h_NH, captured)
+        return self._products(layer, x, x_scale, (h_NH.shape[0],))
+
+    def _expert_input(self, i: int, h_NH: Tensor, captured: Captured) -> tuple[Tensor, Tensor | None]:
+        x, x_scale, blocks = self._operand(h_NH)
+        if blocks is not None:
+            captured.blocks["expert_input", i] = blocks
+        return x, x_scale
+
+    def _products(self, layer: _Layer, x_MH: Tensor, x_scale_M1: Tensor | None, counts: tuple[int, ...]) -> Tensor:
+        """Gate/up and down projections of dispatched rows, [M, H] in the compute dtype."""
+        assert layer.gate_up is not None
+        assert layer.down is not None
+        up = grouped_linear(x_MH, x_scale_M1, layer.gate_up, counts)
+        a, a_scale, _ = self._operand(_silu_mul(up.to(self.dtype)))
+        return grouped_linear(a, a_scale, layer.down, counts).to(self.dtype)
 
     def _operand(self, x: Tensor) -> tuple[Tensor, Tensor | None, QuantizedBlocks | None]:
         """(operand, epilogue f32 [N, 1] or None, blocks) of an expert projection's input."""

@@ -32,12 +32,13 @@ class RowCounts:
     replayed: int = 0
 
     def add_replay(self, batch: TrainBatch, experts: dict[int, tuple[Tensor, Tensor]]) -> None:
-        """Counts the rows whose routing is replayed (the same in every layer)."""
-        self.forwarded += sum(t.num_rows for t in batch.trajectories)
-        self.replayed += int(next(iter(experts.values()))[1].sum()) if experts else 0
+        """Counts the rows whose routing is replayed (the same in every layer); none in a model without routers."""
+        if experts:
+            self.forwarded += sum(t.num_rows for t in batch.trajectories)
+            self.replayed += int(next(iter(experts.values()))[1].sum())
 
     def replay_metrics(self) -> dict[str, float]:
-        return {"router/replayed_share": self.replayed / self.forwarded if self.forwarded else 0.0}
+        return {"router/replayed_share": self.replayed / self.forwarded} if self.forwarded else {}
 
     def metrics(self) -> dict[str, float]:
         """``guided_share`` is the share of forwarded rows with a usable record; it says nothing of unguided layers."""
@@ -155,6 +156,30 @@ def replayed_experts(
     device = batch.input_ids.device
     experts, flat = experts.to(device), valid.view(-1).to(device)
     return {layer: (experts[:, :, i].reshape(B * T, -1), flat) for i, layer in enumerate(moe_layers)}
+
+
+def split_micro_batches(trajectories: Sequence[Trajectory], size: int, tokens: int = 0) -> list[list[Trajectory]]:
+    """Micro-batches of trajectories of similar length, shortest first; each trajectory whole in one of them.
+
+    size: most trajectories of one. tokens: where not 0, most padded tokens (rows times longest) of one instead; a
+    trajectory longer than that goes alone.
+    """
+    out: list[list[Trajectory]] = []
+    for t in sorted(trajectories, key=lambda t: len(t.token_ids)):
+        rows = len(out[-1]) + 1 if out else 0
+        fits = rows * len(t.token_ids) <= tokens if tokens else rows <= size  # t is the longest so far
+        if out and fits:
+            out[-1].append(t)
+        else:
+            out.append([t])
+    return out
+
+
+def padding_metrics(batches: Sequence[TrainBatch]) -> dict[str, float]:
+    """Number of micro-batches of a step, and the share of their positions that is padding."""
+    positions = sum(b.attention_mask.numel() for b in batches)
+    real = sum(len(t.token_ids) for b in batches for t in b.trajectories)
+    return {"train/micro_batches": float(len(batches)), "train/padding_share": 1 - real / positions}
 
 
 class MicroBatchBuilder:

@@ -21,7 +21,7 @@ from tracefp4.recipe import QuantRecipe
 from tracefp4.train.advantage import assign_advantages
 from tracefp4.train.losses import LossTerms, grpo_loss
 from tracefp4.train.optimizer import MasterOptimizer
-from tracefp4.train.slices import MicroBatchBuilder, RowCounts
+from tracefp4.train.slices import MicroBatchBuilder, RowCounts, padding_metrics, split_micro_batches
 from tracefp4.types import RolloutBatch, TrainBatch, Trajectory
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -31,12 +31,13 @@ class TrainConfig(StrictModel):
     """The update.
 
     lr: AdamW's, constant after warmup_steps optimizer steps of linear rise. updates_per_rollout: optimizer steps per
-    rollout, each over its share of the trajectories. micro_batch_size: trajectories per forward. clip_low, clip_high:
-    the ratio's band is [1 - clip_low, 1 + clip_high]. tis_cap: bound of the importance weight. old_logprob:
-    "recompute" by the same guided forward, or "bypass": ratio and clip against the rollout's log-probs.
-    max_version_diff: guidance recorded under older versions falls back to nearest rounding. decode: slots follow from
-    the record and the trainer's values; "forward" finds them anew in every forward, "once" keeps those of the
-    old-log-prob forward for all updates of the rollout, at 4.5 bits per guided value of memory.
+    rollout, each over its share of the trajectories. micro_batch_size: trajectories per forward. micro_batch_tokens:
+    where not 0, padded tokens per forward instead (trajectories times the longest of them); a longer trajectory goes
+    alone. clip_low, clip_high: the ratio's band is [1 - clip_low, 1 + clip_high]. tis_cap: bound of the importance
+    weight. old_logprob: "recompute" by the same guided forward, or "bypass": ratio and clip against the rollout's
+    log-probs. max_version_diff: guidance recorded under older versions falls back to nearest rounding. decode: slots
+    follow from the record and the trainer's values; "forward" finds them anew in every forward, "once" keeps those of
+    the old-log-prob forward for all updates of the rollout, at 4.5 bits per guided value of memory.
     """
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -48,6 +49,7 @@ class TrainConfig(StrictModel):
     warmup_steps: int = Field(0, ge=0)
     updates_per_rollout: int = Field(4, ge=1)
     micro_batch_size: int = Field(32, ge=1)
+    micro_batch_tokens: int = Field(0, ge=0)
     clip_low: float = Field(0.2, gt=0, lt=1)
     clip_high: float = Field(0.28, gt=0)
     tis_cap: float = Field(5.0, ge=1)
@@ -70,8 +72,9 @@ class _Micro:
 class GRPOTrainer:
     """Trains a transformers model by the guided forward.
 
-    model: Qwen3-MoE in ``config.dtype``. recipe: the rollout's numeric contract. forward: how much of it this forward
-    mirrors. store: where guidance is read. temperature: the rollout's, log-probs are taken under the same.
+    model: Qwen3-MoE or Qwen3; cast to ``config.dtype``. recipe: the rollout's numeric contract. forward: how much of
+    it this forward mirrors. store: where guidance is read. temperature: the rollout's, log-probs are taken under the
+    same.
     """
 
     def __init__(
@@ -107,7 +110,7 @@ class GRPOTrainer:
             forward.guided,
             {"expert_input": c.hidden_size, "key": kv_width, "value": kv_width},
             [i for i, layer in enumerate(layers) if hasattr(layer.mlp, "experts")],
-            c.num_experts_per_tok,
+            getattr(c, "num_experts_per_tok", 0),
             config.max_version_diff,
         )
         self.generator = torch.Generator().manual_seed(seed)
@@ -151,7 +154,9 @@ class GRPOTrainer:
         teaching = {id(t) for t in kept}
         mini_batches = self._plan(kept, counts)
         others = self._micro_batches([t for t in answered if id(t) not in teaching], counts)
-        metrics |= self._old_logprobs([m for mini in [*mini_batches, others] for m in mini], observer)
+        micros = [m for mini in [*mini_batches, others] for m in mini]
+        metrics |= padding_metrics([m.batch for m in micros])
+        metrics |= self._old_logprobs(micros, observer)
         metrics |= observer.metrics() | counts.replay_metrics()
         if self.builder.guided:
             metrics |= counts.metrics()
@@ -172,13 +177,11 @@ class GRPOTrainer:
         return [self._micro_batches([kept[i] for i in order[u::minis]], counts) for u in range(minis)]
 
     def _micro_batches(self, trajectories: list[Trajectory], counts: RowCounts) -> list[_Micro]:
-        """Micro-batches of trajectories of similar length."""
-        ordered, size = sorted(trajectories, key=lambda t: len(t.token_ids)), self.config.micro_batch_size
-        micros = []
-        for start in range(0, len(ordered), size):
-            batch = TrainBatch.collate(ordered[start : start + size], self.pad_id, self.device)
+        c, micros = self.config, []
+        for group in split_micro_batches(trajectories, c.micro_batch_size, c.micro_batch_tokens):
+            batch = TrainBatch.collate(group, self.pad_id, self.device)
             guidance = self.builder.build(batch, self._version, counts)
-            guidance.decoded = {} if self.config.decode == "once" else None
+            guidance.decoded = {} if c.decode == "once" else None
             micros.append(_Micro(batch, guidance))
         return micros
 
