@@ -1,0 +1,223 @@
+"""From runs to figures: which curves a plot holds. Drawing them is for `svg` and `export`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tracefp4.report import catalog
+from tracefp4.report.catalog import LAYER, PASS_RATE, Plot
+from tracefp4.report.runs import Group, Run, Series
+
+MAX_POINTS = 1000
+"""Of a curve; a longer one keeps the smallest and the largest value of each of MAX_POINTS / 2 equal stretches."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line. x, y: float64 [n], y finite or NaN at a gap; thin: one seed of several; points: no line between."""
+
+    group: int
+    label: str
+    x: np.ndarray
+    y: np.ndarray
+    thin: bool = False
+    points: bool = False
+
+
+@dataclass(frozen=True)
+class Band:
+    """Smallest and largest value over seeds; float64 [n] each, finite."""
+
+    group: int
+    x: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+@dataclass
+class Figure:
+    """A plot with its curves. notes: what its caption must say."""
+
+    plot: Plot
+    curves: list[Curve] = field(default_factory=list)
+    bands: list[Band] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class FigureSection:
+    """absent: a line for each plot that has no data, with the reason."""
+
+    key: str
+    title: str
+    text: str
+    figures: list[Figure]
+    absent: list[str]
+
+
+def build_sections(groups: Sequence[Group]) -> list[FigureSection]:
+    """All sections of a report, in order."""
+    runs = [run for group in groups for run in group.runs]
+    metrics = sorted({name for run in runs for name in run.series})
+    sections = []
+    for section in catalog.SECTIONS:
+        plots = list(section.plots)
+        if section.key == "codes":
+            plots += catalog.layer_plots(metrics)
+        if section.key == "guidance":
+            plots += catalog.fallback_plots(metrics)
+        sections.append(_section(section.key, section.title, section.text, plots, groups))
+    others = catalog.other_plots(metrics)
+    if others:
+        sections.append(_section("other", "Other metrics", "Logged, and unknown to this report.", others, groups))
+    return sections
+
+
+def _section(key: str, title: str, text: str, plots: Sequence[Plot], groups: Sequence[Group]) -> FigureSection:
+    figures, absent, zero = [], [], []
+    for plot in plots:
+        figure = build_figure(plot, groups)
+        if not figure.curves:
+            absent.append(f"{plot.title} ({plot.metric}): {_why_empty(plot, groups)}")
+        elif plot.metric.startswith(catalog.FALLBACK) and all(not np.nan_to_num(c.y).any() for c in figure.curves):
+            zero.append(plot.metric.removeprefix(catalog.FALLBACK))
+        else:
+            figures.append(figure)
+    if zero:
+        absent.append(f"Fallback to nearest rounding, 0 rows in every step: {', '.join(zero)}.")
+    return FigureSection(key, title, text, figures, absent)
+
+
+def build_figure(plot: Plot, groups: Sequence[Group]) -> Figure:
+    """The curves of one plot. Without any curve where no run has a finite value of it."""
+    figure = Figure(plot)
+    missing: list[Run] = []
+    dropped = downsampled = seeds_cut = 0
+    for group in groups:
+        found = [(run, series_of(plot, run)) for run in group.runs]
+        missing += [run for run, series in found if series is None]
+        present = [(run, series) for run, series in found if series is not None]
+        for _, series in present:
+            downsampled = max(downsampled, len(series.steps))
+            dropped += int((series.values <= 0).sum()) if plot.log else 0
+        present = [(run, _drawable(series, plot.log)) for run, series in present]
+        present = [(run, series) for run, series in present if np.isfinite(series.values).any()]
+        if len(present) > 1:
+            seeds_cut += _add_seeds(figure, group, present)
+        elif present:
+            [(_, series)] = present
+            figure.curves.append(_curve(group, group.label, series, points=plot.metric == PASS_RATE))
+    if missing and figure.curves:
+        figure.notes.append(f"Not logged: {catalog.reasons_absent(plot.metric, missing)}.")
+    if dropped:
+        figure.notes.append(f"{dropped} values of 0 or less have no place on a log axis.")
+    if downsampled > MAX_POINTS and figure.curves:
+        figure.notes.append(
+            f"{downsampled:,} steps drawn by the smallest and largest value of each of {MAX_POINTS // 2} stretches."
+        )
+    if seeds_cut:
+        figure.notes.append("Mean and band end where a seed has no value; the thin lines go on.")
+    return figure
+
+
+def series_of(plot: Plot, run: Run) -> Series | None:
+    """What a plot draws of a run; None where the run has nothing of it."""
+    if plot.metric == PASS_RATE:
+        return pass_rate_series(run)
+    if plot.x == "layer":
+        return layer_series(plot.metric, run)
+    return run.series.get(plot.metric)
+
+
+def pass_rate_series(run: Run) -> Series | None:
+    """Pass rates over steps done: 0 is before the first step. The ends are in final.json."""
+    start, end, _ = run.pass_rates()
+    logged = run.series.get(PASS_RATE)
+    points: dict[int, float] = {} if start is None else {0: start}
+    if logged is not None:
+        points |= {int(step) + 1: float(value) for step, value in zip(logged.steps, logged.values, strict=True)}
+    if end is not None:
+        points[run.steps_done] = end
+    if not points:
+        return None
+    return Series(np.array(sorted(points), dtype=np.int64), np.array([points[step] for step in sorted(points)]))
+
+
+def layer_series(prefix: str, run: Run) -> Series | None:
+    """Mean over the last quarter of the probed steps, by layer."""
+    values = {}
+    for name, series in run.series.items():
+        match = LAYER.match(name)
+        if match and f"{match['rate']}/{match['site']}" == prefix:
+            tail = series.last_quarter()
+            values[int(match["layer"])] = float(tail.mean()) if len(tail) else np.nan
+    if not values:
+        return None
+    return Series(np.array(sorted(values), dtype=np.int64), np.array([values[layer] for layer in sorted(values)]))
+
+
+def _add_seeds(figure: Figure, group: Group, present: Sequence[tuple[Run, Series]]) -> bool:
+    """Thin seed lines, and mean and band over the steps that all seeds have; True where they do not end together."""
+    for run, series in present:
+        figure.curves.append(_curve(group, f"{group.label}, seed {run.seed}", series, thin=True))
+    steps, values = common_steps([series for _, series in present])
+    if len(steps):
+        mean = Series(steps, values.mean(axis=0))
+        figure.curves.append(_curve(group, f"{group.label}, mean of {len(present)} seeds", mean))
+        x, low = downsample(steps, values.min(axis=0), MAX_POINTS // 2, "min")
+        _, high = downsample(steps, values.max(axis=0), MAX_POINTS // 2, "max")
+        figure.bands.append(Band(group.index, x, low, high))
+    return len({int(series.steps[-1]) for _, series in present}) > 1
+
+
+def common_steps(series: Sequence[Series]) -> tuple[np.ndarray, np.ndarray]:
+    """(steps int64 [n], values float64 [seeds, n]) where every seed has a finite value."""
+    finite = [one.finite for one in series]
+    steps = finite[0].steps
+    for one in finite[1:]:
+        steps = np.intersect1d(steps, one.steps, assume_unique=True)
+    return steps, np.stack([one.values[np.searchsorted(one.steps, steps)] for one in finite])
+
+
+def _curve(group: Group, label: str, series: Series, thin: bool = False, points: bool = False) -> Curve:
+    x, y = downsample(series.steps, series.values, MAX_POINTS, "both")
+    return Curve(group.index, label, x, y, thin, points)
+
+
+def downsample(x: np.ndarray, y: np.ndarray, limit: int, keep: str) -> tuple[np.ndarray, np.ndarray]:
+    """At most `limit` points. keep: "both" the smallest and largest of each stretch, where they are; "min" or "max"
+    one of them, at the middle of the stretch. NaN stays where a stretch holds nothing else."""
+    x, y = x.astype(np.float64), y.astype(np.float64)
+    if len(x) <= limit:
+        return x, y
+    stretches = np.array_split(np.arange(len(x)), limit // 2 if keep == "both" else limit)
+    picked_x, picked_y = [], []
+    for part in stretches:
+        finite = part[np.isfinite(y[part])]
+        if not len(finite):
+            finite = part[:1]
+        low, high = finite[np.argmin(y[finite])], finite[np.argmax(y[finite])]
+        chosen = sorted({low, high}) if keep == "both" else [low if keep == "min" else high]
+        picked_x += [x[i] if keep == "both" else x[part[len(part) // 2]] for i in chosen]
+        picked_y += [y[i] for i in chosen]
+    return np.array(picked_x), np.array(picked_y)
+
+
+def _drawable(series: Series, log: bool) -> Series:
+    """What no axis can show becomes a gap: beyond 1e300, and 0 or less where it is logarithmic."""
+    values = np.nan_to_num(series.values, nan=np.inf)
+    shown = (np.abs(values) < 1e300) & (values > 1e-300 if log else True)
+    return Series(series.steps, np.where(shown, series.values, np.nan))
+
+
+def _why_empty(plot: Plot, groups: Iterable[Group]) -> str:
+    runs = [run for group in groups for run in group.runs]
+    lacking = [run for run in runs if series_of(plot, run) is None]
+    reasons = [f"not logged: {catalog.reasons_absent(plot.metric, lacking)}"] if lacking else []
+    if len(lacking) < len(runs):
+        what = "null or not above 0, which a log axis cannot show" if plot.log else "null"
+        reasons.append(f"every logged value is {what}")
+    return "; ".join(reasons) + "."
