@@ -26,19 +26,23 @@ class Axis:
         return (values - self.low) / (self.high - self.low)
 
 
-def linear_axis(values: np.ndarray, *, zero: bool = False, whole: bool = False, ticks: int = 5) -> Axis:
-    """Over the finite values, of which there is at least one. zero: from 0; whole: ticks at whole numbers only."""
+def linear_axis(
+    values: np.ndarray, *, zero: bool = False, whole: bool = False, share: bool = False, ticks: int = 5
+) -> Axis:
+    """Over the finite values, of which there is at least one. zero: from 0; whole: ticks at whole numbers only; share: to 1 at
+    most, unless a value is above it."""
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
+    limit = 1.0 if share and high <= 1 else np.inf
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
     if high - low <= 1e-12 * max(abs(low), abs(high)):  # one value: give it room
-        room = abs(high) / 2 or 0.5
+        room = abs(high) / 2 or 1.0
         low, high = (low if whole or (zero and low >= 0) else low - room), high + (1.0 if whole else room)
     step = _round_step((high / ticks) - (low / ticks))
     if whole:
         step = max(1.0, step)
     else:  # whole ticks at both ends keep the curve off the frame
-        low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
+        low, high = math.floor(low / step + 1e-9) * step, min(limit, math.ceil(high / step - 1e-9) * step)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     marks = tuple(index * step for index in range(first, last + 1))
     return Axis(low, high, False, marks, tuple(_labels(marks, step)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,19 +26,25 @@ PASS_RATE = "eval/pass_rate"
 
 @dataclass(frozen=True)
 class Plot:
-    """log: the value axis; zero: it starts at 0; x: what the horizontal axis is."""
+    """log: the value axis; zero: it starts at 0; share: it ends at 1 at most; x: what the horizontal axis is; pair:
+    plots of one pair have one value axis."""
 
     metric: str
     title: str
     unit: str
     log: bool = False
     zero: bool = True
+    share: bool = False
     x: str = "step"
+    pair: str = ""
 
     @property
     def key(self) -> str:
-        """For ids and file names: letters, digits, `-`."""
-        return re.sub(r"[^A-Za-z0-9]+", "-", self.metric).strip("-").lower()
+        """For ids and file names: letters, digits, `_`, `-`; differs where the metric does."""
+        plain = re.sub(r"[^A-Za-z0-9_]", "-", self.metric)[:80]
+        if re.fullmatch(r"[A-Za-z0-9_/]{1,80}", self.metric):
+            return plain
+        return f"{plain}-{hashlib.sha256(self.metric.encode()).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ SECTIONS = (
         "Whether the policy gets better, and whether it still explores.",
         (
             Plot("reward/mean", "Reward, mean", "of a step's responses"),
-            Plot(PASS_RATE, "Held-out pass rate", "share of problems", x="steps done"),
+            Plot(PASS_RATE, "Held-out pass rate", "share of problems", share=True, x="steps done"),
             Plot("train/entropy", "Entropy of the policy", "nats per token"),
             Plot("response/length_mean", "Response length, mean", "tokens"),
             Plot("response/length_max", "Response length, longest", "tokens"),
@@ -77,7 +84,7 @@ SECTIONS = (
             Plot("mismatch/extreme_token_frac", "Tokens off by more than 2x", "share of tokens"),
             Plot("tis/clip_frac", "Importance weights over the cap", "share of tokens"),
             Plot("tis/max_untruncated", "Largest importance weight", "before the cap, log axis", log=True),
-            Plot("tis/ess_untruncated", "Effective sample size", "share, before the cap", zero=False),
+            Plot("tis/ess_untruncated", "Effective sample size", "share, before the cap", zero=False, share=True),
             Plot("router/topk_disagreement", "Router disagreement", "share of rows with other experts"),
         ),
     ),
@@ -87,10 +94,10 @@ SECTIONS = (
         "Share of FP4 values whose slot differs from the rollout's, on probed responses: with the trainer rounding to "
         "nearest (before), and as its forward rounds (after guidance, where there is any).",
         (
-            Plot("code_mismatch/before", "Codes that differ, before", "share of values, nearest rounding"),
-            Plot("code_mismatch/after", "Codes that differ, after", "share of values, as used"),
-            Plot("scale_mismatch/before", "Scales that differ, before", "share of blocks"),
-            Plot("scale_mismatch/after", "Scales that differ, after", "share of blocks"),
+            Plot("code_mismatch/before", "Codes that differ, before", "share of values, nearest rounding", pair="codes"),
+            Plot("code_mismatch/after", "Codes that differ, after", "share of values, as used", pair="codes"),
+            Plot("scale_mismatch/before", "Scales that differ, before", "share of blocks", pair="scales"),
+            Plot("scale_mismatch/after", "Scales that differ, after", "share of blocks", pair="scales"),
         ),
     ),
     Section(
@@ -98,9 +105,9 @@ SECTIONS = (
         "Guidance",
         "Rows whose rounding the rollout's record decided; the others fell back to nearest rounding.",
         (
-            Plot("guidance/guided_share", "Guided rows", "share", zero=False),
+            Plot("guidance/guided_share", "Guided rows", "share", zero=False, share=True),
             Plot("guidance/bytes_per_token", "Guidance stored", "bytes per token"),
-            Plot("router/replayed_share", "Rows with replayed routing", "share", zero=False),
+            Plot("router/replayed_share", "Rows with replayed routing", "share", zero=False, share=True),
         ),
     ),
     Section(
@@ -125,6 +132,7 @@ SECTIONS = (
             Plot(f"{_TIME}weight_sync_seconds", "Weight sync", "seconds per step"),
             Plot(f"{_TIME}rollout_tokens_per_second", "Rollout throughput", "response tokens per second"),
             Plot(f"{_TIME}train_tokens_per_second", "Training throughput", "taught tokens per second"),
+            Plot("rollout/preemptions", "Preempted sequences", "per step"),
         ),
     ),
 )
@@ -154,7 +162,13 @@ def layer_plots(metrics: Iterable[str]) -> list[Plot]:
     kept = [(site, rate) for site, rate in found if rate.rpartition("/")[2] in ("before", "after")]
     ordered = sorted(kept, key=lambda pair: (pair[0], pair[1].endswith("after")))
     return [
-        Plot(f"{rate}/{site}", f"{site.replace('_', ' ')}, {rate.rpartition('/')[2]}", "share of values", x="layer")
+        Plot(
+            f"{rate}/{site}",
+            f"{site.replace('_', ' ').capitalize()} codes by layer, {rate.rpartition('/')[2]}",
+            "share of values, last quarter of probed steps",
+            x="layer",
+            pair=site,
+        )
         for site, rate in ordered
     ]
 
@@ -168,31 +182,29 @@ def other_plots(metrics: Iterable[str]) -> list[Plot]:
 
 
 def why_absent(metric: str, run: Run) -> str:
-    """The reason a run lacks a metric, as a clause: 'bf16 does not quantize its rollout'."""
+    """The reason a run lacks a metric, as a clause: 'the rollout is not quantized'."""
     method = run.method
     if metric.startswith(TIMING_PREFIX):
-        return f"{run.name} has no such figure in timing.jsonl"
+        return "not in timing.jsonl"
     if metric == PASS_RATE:
-        if run.setting("run.eval_prompts") == 0:
-            return f"run.eval_prompts is 0 in {method}"
-        return f"{method} has not been evaluated yet (final.json is written at the end)"
+        return "run.eval_prompts is 0" if run.setting("run.eval_prompts") == 0 else "final.json is written at the end"
     if metric.startswith(("code_mismatch/", "scale_mismatch/", "d_act/", "guidance/")):
         if method in NOT_QUANTIZED:
-            return f"{method} does not quantize its rollout"
-        if metric.startswith("guidance/"):
-            return f"{method} records no guidance" if method in NOT_GUIDED else _plain(metric, method)
+            return "the rollout is not quantized"
+        if metric.startswith("guidance/") and method in NOT_GUIDED:
+            return "no guidance is recorded"
         if "/after" in metric and method in NOT_ROUNDED:
-            return f"the trainer of {method} does not round"
-        for key in ("run.probe_every", "run.probe_trajectories"):
+            return "the trainer does not round"
+        probes = ("run.probe_every", "run.probe_trajectories") if not metric.startswith("guidance/") else ()
+        for key in probes:
             if run.setting(key) == 0:
-                return f"{key} is 0 in {method}, so no response is probed"
-    return _plain(metric, method)
+                return f"{key} is 0, so that no response is probed"
+    return "not in metrics.jsonl"
 
 
 def reasons_absent(metric: str, runs: Sequence[Run]) -> str:
-    """The reasons of several runs, each once."""
-    return "; ".join(dict.fromkeys(why_absent(metric, run) for run in runs))
-
-
-def _plain(metric: str, method: str) -> str:
-    return f"{method} has no {metric} in metrics.jsonl"
+    """'the rollout is not quantized (bf16, fp32); no guidance is recorded (qat)'."""
+    methods: dict[str, dict[str, None]] = {}
+    for run in runs:
+        methods.setdefault(why_absent(metric, run), {})[run.method] = None
+    return "; ".join(f"{reason} ({', '.join(names)})" for reason, names in methods.items())

@@ -81,12 +81,12 @@ def write_pngs(folder: Path, sections: Sequence[FigureSection], groups: Sequence
 
 def _draw(figure: Figure, groups: Sequence[Group]) -> bytes:
     # Imported on use, and without pyplot, which would look for a display.
-    from matplotlib import rc_context
+    from matplotlib import style as styles
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
 
     # $ in a run's name is not the start of a formula; the user's own matplotlibrc does not apply.
-    with rc_context({"text.parse_math": False}):
+    with styles.context(["default", {"text.parse_math": False}]):
         canvas = Canvas(figsize=(6.4, 4.0), layout="constrained")
         FigureCanvasAgg(canvas)
         axes = canvas.add_subplot()

@@ -39,17 +39,23 @@ class Band:
 
 @dataclass
 class Figure:
-    """A plot with its curves. notes: what its caption must say."""
+    """A plot with its curves. notes: what its caption must say; extent: values the axis spans besides the curves'."""
 
     plot: Plot
     curves: list[Curve] = field(default_factory=list)
     bands: list[Band] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    extent: tuple[float, ...] = ()
+
+    def values(self) -> np.ndarray:
+        """All that the value axis must span: float64 [n], NaN among them."""
+        edges = [edge for band in self.bands for edge in (band.low, band.high)]
+        return np.concatenate([*(curve.y for curve in self.curves), *edges, np.array(self.extent)])
 
 
 @dataclass
 class FigureSection:
-    """absent: a line for each plot that has no data, with the reason."""
+    """absent: a line for each plot that has no data, with the reason, and one for those that are 0 throughout."""
 
     key: str
     title: str
@@ -82,12 +88,16 @@ def _section(key: str, title: str, text: str, plots: Sequence[Plot], groups: Seq
         figure = build_figure(plot, groups)
         if not figure.curves:
             absent.append(f"{plot.title} ({plot.metric}): {_why_empty(plot, groups)}")
-        elif plot.metric.startswith(catalog.FALLBACK) and all(not np.nan_to_num(c.y).any() for c in figure.curves):
-            zero.append(plot.metric.removeprefix(catalog.FALLBACK))
+        elif not figure.plot.log and not any(np.nan_to_num(curve.y, nan=1.0).any() for curve in figure.curves):
+            zero.append(f"{plot.title} ({plot.metric})")
         else:
             figures.append(figure)
     if zero:
-        absent.append(f"Fallback to nearest rounding, 0 rows in every step: {', '.join(zero)}.")
+        absent.append(f"0 at every step of every run that logs it: {', '.join(zero)}.")
+    for figure in figures:
+        if figure.plot.pair:
+            alike = np.concatenate([other.values() for other in figures if other.plot.pair == figure.plot.pair])
+            figure.extent = (float(np.nanmin(alike)), float(np.nanmax(alike)))
     return FigureSection(key, title, text, figures, absent)
 
 

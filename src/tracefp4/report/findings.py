@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from tracefp4.report.axes import number
 from tracefp4.report.catalog import FALLBACK, TIMING_PREFIX
-from tracefp4.report.overview import DIFF, rate_text
+from tracefp4.report.overview import BASELINE, DIFF, over_baseline
 from tracefp4.report.runs import Group, Run, Series
 
 RISE = 3.0
@@ -32,9 +33,12 @@ CHECKS = (
 
 
 def findings(groups: Sequence[Group]) -> list[str]:
-    """A sentence each, run by run, then across runs."""
+    """A sentence each: of each run, of the seeds of each setting, of all runs."""
     runs = [run for group in groups for run in group.runs]
-    return [f"{run.name}: {text}" for run in runs for check in _CHECKS for text in check(run)] + list(_across(runs))
+    out = [f"{run.name}: {text}" for run in runs for check in _CHECKS for text in check(run)]
+    for group in groups:
+        out += [f"{group.label}: {text}" for text in (*_pass_rates(group), *_over_baseline(group, runs))]
+    return out + list(_across(runs))
 
 
 def running_median(series: Series) -> Series:
@@ -128,19 +132,6 @@ def _gradient(run: Run) -> Iterator[str]:
         )
 
 
-def _pass_rate(run: Run) -> Iterator[str]:
-    start, end, n = run.pass_rates()
-    if start is None or end is None or n is None:
-        return
-    pooled = (start + end) / 2
-    error = math.sqrt(2 * pooled * (1 - pooled) / n) if 0 < pooled < 1 else 0.0
-    moved = f"pass rate went from {rate_text(start, n)} to {rate_text(end, n)} on {n} problems"
-    if abs(end - start) <= 1.96 * error or start == end:
-        yield f"{moved}: no more than sampling noise explains."
-    else:
-        yield f"{moved}: {'up' if end > start else 'down'} by more than sampling noise explains."
-
-
 _CHECKS: tuple[Callable[[Run], Iterator[str]], ...] = (
     _unfinished,
     _nulls,
@@ -149,8 +140,42 @@ _CHECKS: tuple[Callable[[Run], Iterator[str]], ...] = (
     _entropy,
     _shares,
     _gradient,
-    _pass_rate,
 )
+
+
+def _pass_rates(group: Group) -> Iterator[str]:
+    """Unpaired, although both ends are the same problems: rather too cautious than not."""
+    known = [(start, end, n) for start, end, n in (run.pass_rates() for run in group.runs) if n]
+    rates = [(start, end, n) for start, end, n in known if start is not None and end is not None]
+    if not rates:
+        return
+    moves = [_move(start, end, n) for start, end, n in rates]
+    first, last = (statistics.fmean(rate[i] for rate in rates) for i in (0, 1))
+    verdicts = [f"{what} in {moves.count(what)}" for what in (UP, SAME, DOWN) if what in moves]
+    seeds = f"mean of {len(rates)} seeds " if len(rates) > 1 else ""
+    problems = " or ".join(str(n) for n in sorted({n for _, _, n in rates}))
+    verdict = "; ".join(verdicts) + f" of {len(rates)}" if len(rates) > 1 else moves[0]
+    yield f"pass rate {seeds}{first:.3f} → {last:.3f} on {problems} held-out problems: {verdict}."
+
+
+UP, SAME, DOWN = "up beyond sampling noise", "within sampling noise", "down beyond sampling noise"
+
+
+def _move(start: float, end: float, n: int) -> str:
+    pooled = (start + end) / 2
+    error = math.sqrt(max(0.0, 2 * pooled * (1 - pooled) / n))
+    if abs(end - start) <= 1.96 * error:
+        return SAME
+    return UP if end > start else DOWN
+
+
+def _over_baseline(group: Group, runs: Sequence[Run]) -> Iterator[str]:
+    if group.runs[0].method == BASELINE:
+        return
+    ratios = [ratio for ratio in (over_baseline(run, runs) for run in group.runs) if ratio is not None]
+    if ratios:
+        low, high = f"{min(ratios):.2f}x", f"{max(ratios):.2f}x"
+        yield f"mean |log-prob difference| of the last quarter is {low if low == high else f'{low} to {high}'} {BASELINE}'s."
 
 
 def _across(runs: Sequence[Run]) -> Iterator[str]:
@@ -170,7 +195,7 @@ def _across(runs: Sequence[Run]) -> Iterator[str]:
         for part in ("train", "rollout")
     )
     if train and rollout:
-        yield f"Of {number(train + rollout)} s of rollout and training, {100 * rollout / (train + rollout):.0f} % were rollout."
+        yield f"Of {train + rollout:.0f} s of rollout and training, {100 * rollout / (train + rollout):.0f} % were rollout."
 
 
 def _series(run: Run, metric: str) -> Series:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tracefp4.report.axes import number
 from tracefp4.report.runs import Run
 
 DIFF = "mismatch/logprob_abs_diff_mean"
@@ -39,7 +38,7 @@ def results_table(runs: Sequence[Run]) -> Table:
                 _text(run.seed),
                 _steps(run),
                 _rates(run),
-                MISSING if diff is None else number(diff),
+                MISSING if diff is None else f"{diff:#.3g}",
                 MISSING if ratio is None else f"{ratio:.2f}x",
             ]
         )

@@ -16,7 +16,9 @@ from tracefp4.report.figures import Band, Curve, Figure
 from tracefp4.report.style import look
 
 WIDTH, HEIGHT = 340, 224
-LEFT, RIGHT, TOP, BOTTOM = 58, 10, 10, 44
+RIGHT, TOP, BOTTOM = 10, 10, 44
+DIGIT = 10.2
+"""Width of a digit at the largest text size."""
 MARKED = 8
 """Markers along a long curve."""
 
@@ -30,11 +32,9 @@ def tag(name: str, *children: Markup | str, **attributes: object) -> Markup:
 def figure_axes(figure: Figure) -> tuple[Axis, Axis]:
     """(horizontal, vertical) around all curves and bands."""
     xs = np.concatenate([curve.x for curve in figure.curves])
-    ys = np.concatenate(
-        [curve.y for curve in figure.curves] + [edge for band in figure.bands for edge in (band.low, band.high)]
-    )
-    vertical = log_axis(ys) if figure.plot.log else linear_axis(ys, zero=figure.plot.zero, ticks=4)
-    return linear_axis(xs, whole=True, ticks=5), vertical
+    ys, plot = figure.values(), figure.plot
+    vertical = log_axis(ys) if plot.log else linear_axis(ys, zero=plot.zero, share=plot.share, ticks=4)
+    return linear_axis(xs, whole=True, ticks=6), vertical
 
 
 def figure_svg(figure: Figure) -> Markup:
@@ -56,7 +56,7 @@ def figure_svg(figure: Figure) -> Markup:
         viewBox=f"0 0 {WIDTH} {HEIGHT}",
         role="img",
         aria_labelledby=f"{key}-title {key}-desc",
-        data_box=f"{LEFT} {TOP} {WIDTH - RIGHT} {HEIGHT - BOTTOM}",
+        data_box=f"{frame.left} {TOP} {WIDTH - RIGHT} {HEIGHT - BOTTOM}",
         data_x=f"{x_axis.low!r} {x_axis.high!r}",
         data_y=f"{y_axis.low!r} {y_axis.high!r}",
         data_log=int(y_axis.log),
@@ -81,9 +81,10 @@ class _Frame:
 
     def __init__(self, x_axis: Axis, y_axis: Axis) -> None:
         self.x_axis, self.y_axis = x_axis, y_axis
+        self.left = round(8 + DIGIT * max(4, *(len(label) for label in y_axis.labels)))
 
     def x(self, values: np.ndarray) -> np.ndarray:
-        return LEFT + self.x_axis.place(values) * (WIDTH - RIGHT - LEFT)
+        return self.left + self.x_axis.place(values) * (WIDTH - RIGHT - self.left)
 
     def y(self, values: np.ndarray) -> np.ndarray:
         return HEIGHT - BOTTOM - self.y_axis.place(values) * (HEIGHT - BOTTOM - TOP)
@@ -93,15 +94,15 @@ class _Frame:
         bottom = HEIGHT - BOTTOM
         parts = []
         for y, label in zip(self.y(np.array(self.y_axis.ticks)), self.y_axis.labels, strict=True):
-            parts.append(tag("path", d=f"M{LEFT} {_n(y)}H{WIDTH - RIGHT}", class_="grid"))
-            parts.append(tag("text", label, x=LEFT - 5, y=_n(y + 5), text_anchor="end"))
-        parts.append(tag("path", d=f"M{LEFT} {bottom}H{WIDTH - RIGHT}", class_="axis"))
+            parts.append(tag("path", d=f"M{self.left} {_n(y)}H{WIDTH - RIGHT}", class_="tick"))
+            parts.append(tag("text", label, x=self.left - 5, y=_n(y + 5), text_anchor="end"))
+        parts.append(tag("path", d=f"M{self.left} {bottom}H{WIDTH - RIGHT}", class_="axis"))
         ticks = self.x(np.array(self.x_axis.ticks))
         for x, label in zip(ticks, self.x_axis.labels, strict=True):
             parts.append(tag("path", d=f"M{_n(x)} {bottom}v4", class_="axis"))
             anchor = "end" if x > WIDTH - RIGHT - 12 and len(label) > 2 else "middle"
             parts.append(tag("text", label, x=_n(min(x, WIDTH - 2)), y=bottom + 19, text_anchor=anchor))
-        parts.append(tag("text", x_name, x=(LEFT + WIDTH - RIGHT) // 2, y=HEIGHT - 6, text_anchor="middle"))
+        parts.append(tag("text", x_name, x=(self.left + WIDTH - RIGHT) // 2, y=HEIGHT - 6, text_anchor="middle"))
         return parts
 
     def band(self, band: Band) -> Markup:
