@@ -29,8 +29,10 @@ class Axis:
 def linear_axis(
     values: np.ndarray, *, zero: bool = False, whole: bool = False, share: bool = False, ticks: int = 5
 ) -> Axis:
-    """Over the finite values, of which there is at least one. zero: from 0; whole: ticks at whole numbers only; share: to 1 at
-    most, unless a value is above it."""
+    """Over the finite values, of which there is at least one.
+
+    zero: from 0; whole: ticks at whole numbers only; share: to 1 at most, unless a value is above it.
+    """
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
     limit = 1.0 if share and high <= 1 else np.inf
     if zero:

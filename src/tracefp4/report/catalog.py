@@ -16,7 +16,9 @@ NOT_ROUNDED = frozenset({"naive"})
 NOT_GUIDED = frozenset({"naive", "qat"})
 """Quantized methods that record nothing."""
 
-ALIASES = frozenset({"rollout_corr/kl", "rollout_corr/k3_kl", "train_rollout_logprob_abs_diff", "token_mult_prob_error"})
+ALIASES = frozenset(
+    {"rollout_corr/kl", "rollout_corr/k3_kl", "train_rollout_logprob_abs_diff", "token_mult_prob_error"}
+)
 """The same figures under the names of other frameworks."""
 
 LAYER = re.compile(r"^(?P<rate>.+)/(?P<site>[^/]+)/layer(?P<layer>\d+)$")
@@ -94,7 +96,9 @@ SECTIONS = (
         "Share of FP4 values whose slot differs from the rollout's, on probed responses: with the trainer rounding to "
         "nearest (before), and as its forward rounds (after guidance, where there is any).",
         (
-            Plot("code_mismatch/before", "Codes that differ, before", "share of values, nearest rounding", pair="codes"),
+            Plot(
+                "code_mismatch/before", "Codes that differ, before", "share of values, nearest rounding", pair="codes"
+            ),
             Plot("code_mismatch/after", "Codes that differ, after", "share of values, as used", pair="codes"),
             Plot("scale_mismatch/before", "Scales that differ, before", "share of blocks", pair="scales"),
             Plot("scale_mismatch/after", "Scales that differ, after", "share of blocks", pair="scales"),
@@ -187,7 +191,9 @@ def why_absent(metric: str, run: Run) -> str:
     if metric.startswith(TIMING_PREFIX):
         return "not in timing.jsonl"
     if metric == PASS_RATE:
-        return "run.eval_prompts is 0" if run.setting("run.eval_prompts") == 0 else "final.json is written at the end"
+        return (
+            "run.eval_prompts is 0" if run.setting("run.eval_prompts") == 0 else "no final.json yet, which ends a run"
+        )
     if metric.startswith(("code_mismatch/", "scale_mismatch/", "d_act/", "guidance/")):
         if method in NOT_QUANTIZED:
             return "the rollout is not quantized"
@@ -202,9 +208,11 @@ def why_absent(metric: str, run: Run) -> str:
     return "not in metrics.jsonl"
 
 
-def reasons_absent(metric: str, runs: Sequence[Run]) -> str:
-    """'the rollout is not quantized (bf16, fp32); no guidance is recorded (qat)'."""
-    methods: dict[str, dict[str, None]] = {}
-    for run in runs:
-        methods.setdefault(why_absent(metric, run), {})[run.method] = None
-    return "; ".join(f"{reason} ({', '.join(names)})" for reason, names in methods.items())
+def reasons_absent(metric: str, lacking: Sequence[Run], runs: Sequence[Run]) -> str:
+    """'the rollout is not quantized (bf16, fp32); no guidance is recorded (qat)'; seeds where others have it."""
+    has_it = {run.method for run in runs if not any(run is other for other in lacking)}
+    names: dict[str, dict[str, None]] = {}
+    for run in lacking:
+        name = f"{run.method} seed {run.seed}" if run.method in has_it else run.method
+        names.setdefault(why_absent(metric, run), {})[name] = None
+    return "; ".join(f"{reason} ({', '.join(who)})" for reason, who in names.items())

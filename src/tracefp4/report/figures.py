@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +14,9 @@ from tracefp4.report.runs import Group, Run, Series
 
 MAX_POINTS = 1000
 """Of a curve; a longer one keeps the smallest and the largest value of each of MAX_POINTS / 2 equal stretches."""
+
+SMOOTH_FROM, SMOOTH_PARTS = 150, 50
+"""Lines of more steps than the first are drawn bold as a running mean over that part of them, and thin as they are."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +43,15 @@ class Band:
 
 @dataclass
 class Figure:
-    """A plot with its curves. notes: what its caption must say; extent: values the axis spans besides the curves'."""
+    """A plot with its curves. notes: what its caption must say; extent: values the axis spans besides the curves';
+    window: steps of the running mean that bold lines and bands are of, 0 for none."""
 
     plot: Plot
     curves: list[Curve] = field(default_factory=list)
     bands: list[Band] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     extent: tuple[float, ...] = ()
+    window: int = 0
 
     def values(self) -> np.ndarray:
         """All that the value axis must span: float64 [n], NaN among them."""
@@ -103,34 +109,38 @@ def _section(key: str, title: str, text: str, plots: Sequence[Plot], groups: Seq
 
 def build_figure(plot: Plot, groups: Sequence[Group]) -> Figure:
     """The curves of one plot. Without any curve where no run has a finite value of it."""
+    runs = [run for group in groups for run in group.runs]
+    found = {id(run): series_of(plot, run) for run in runs}
+    logged = [series for series in found.values() if series is not None]
+    longest = max((len(series.steps) for series in logged), default=0)
     figure = Figure(plot)
-    missing: list[Run] = []
-    dropped = downsampled = seeds_cut = 0
+    if longest > SMOOTH_FROM and plot.x == "step":
+        figure.window = math.ceil(longest / SMOOTH_PARTS)
     for group in groups:
-        found = [(run, series_of(plot, run)) for run in group.runs]
-        missing += [run for run, series in found if series is None]
-        present = [(run, series) for run, series in found if series is not None]
-        for _, series in present:
-            downsampled = max(downsampled, len(series.steps))
-            dropped += int((series.values <= 0).sum()) if plot.log else 0
-        present = [(run, _drawable(series, plot.log)) for run, series in present]
-        present = [(run, series) for run, series in present if np.isfinite(series.values).any()]
-        if len(present) > 1:
-            seeds_cut += _add_seeds(figure, group, present)
-        elif present:
-            [(_, series)] = present
-            figure.curves.append(_curve(group, group.label, series, points=plot.metric == PASS_RATE))
-    if missing and figure.curves:
-        figure.notes.append(f"Not logged: {catalog.reasons_absent(plot.metric, missing)}.")
-    if dropped:
-        figure.notes.append(f"{dropped} values of 0 or less have no place on a log axis.")
-    if downsampled > MAX_POINTS and figure.curves:
-        figure.notes.append(
-            f"{downsampled:,} steps drawn by the smallest and largest value of each of {MAX_POINTS // 2} stretches."
-        )
-    if seeds_cut:
-        figure.notes.append("Mean and band end where a seed has no value; the thin lines go on.")
+        drawable = [(run, _drawable(s, plot.log)) for run in group.runs if (s := found[id(run)]) is not None]
+        present = [(run, series) for run, series in drawable if np.isfinite(series.values).any()]
+        if present:
+            _add_group(figure, group, present)
+    if figure.curves:
+        missing = [run for run in runs if found[id(run)] is None]
+        below = sum(int((series.values <= 0).sum()) for series in logged) if plot.log else 0
+        figure.notes += _notes(figure, longest, below, missing, runs)
     return figure
+
+
+def _notes(figure: Figure, longest: int, below: int, missing: Sequence[Run], runs: Sequence[Run]) -> list[str]:
+    notes = []
+    if missing:
+        notes.append(f"Not logged: {catalog.reasons_absent(figure.plot.metric, missing, runs)}.")
+    if below:
+        notes.append(f"{below} values of 0 or less have no place on a log axis.")
+    if figure.window:
+        notes.append(f"Bold: running mean over {figure.window} steps; thin: every step.")
+    if longest > MAX_POINTS:
+        notes.append(
+            f"{longest:,} steps, drawn by the smallest and the largest value of each of {MAX_POINTS // 2} stretches."
+        )
+    return notes
 
 
 def series_of(plot: Plot, run: Run) -> Series | None:
@@ -169,18 +179,35 @@ def layer_series(prefix: str, run: Run) -> Series | None:
     return Series(np.array(sorted(values), dtype=np.int64), np.array([values[layer] for layer in sorted(values)]))
 
 
-def _add_seeds(figure: Figure, group: Group, present: Sequence[tuple[Run, Series]]) -> bool:
-    """Thin seed lines, and mean and band over the steps that all seeds have; True where they do not end together."""
-    for run, series in present:
-        figure.curves.append(_curve(group, f"{group.label}, seed {run.seed}", series, thin=True))
-    steps, values = common_steps([series for _, series in present])
+def _add_group(figure: Figure, group: Group, present: Sequence[tuple[Run, Series]]) -> None:
+    """The bold line of a group: its only run, or the mean over the steps that all its seeds have, with a band."""
+    if len(present) > 1 or figure.window:
+        for run, series in present:
+            figure.curves.append(_curve(group, f"{group.label}, seed {run.seed}", series, thin=True))
+    smooth = [running_mean(series, figure.window) for _, series in present]
+    if len(present) == 1:
+        figure.curves.append(_curve(group, group.label, smooth[0], points=figure.plot.metric == PASS_RATE))
+        return
+    steps, values = common_steps(smooth)
     if len(steps):
         mean = Series(steps, values.mean(axis=0))
         figure.curves.append(_curve(group, f"{group.label}, mean of {len(present)} seeds", mean))
         x, low = downsample(steps, values.min(axis=0), MAX_POINTS // 2, "min")
         _, high = downsample(steps, values.max(axis=0), MAX_POINTS // 2, "max")
         figure.bands.append(Band(group.index, x, low, high))
-    return len({int(series.steps[-1]) for _, series in present}) > 1
+
+
+def running_mean(series: Series, width: int) -> Series:
+    """Centred, over the finite ones of `width` logged steps, fewer at the ends; NaN stays NaN. 0: the series itself."""
+    if not width:
+        return series
+    known = np.isfinite(series.values)
+    totals = np.concatenate([[0.0], np.cumsum(np.where(known, series.values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(known)])
+    place = np.arange(len(known))
+    first, end = np.maximum(place - width // 2, 0), np.minimum(place - width // 2 + width, len(known))
+    means = (totals[end] - totals[first]) / np.maximum(counts[end] - counts[first], 1)
+    return Series(series.steps, np.where(known, means, np.nan))
 
 
 def common_steps(series: Sequence[Series]) -> tuple[np.ndarray, np.ndarray]:
@@ -223,10 +250,10 @@ def _drawable(series: Series, log: bool) -> Series:
     return Series(series.steps, np.where(shown, series.values, np.nan))
 
 
-def _why_empty(plot: Plot, groups: Iterable[Group]) -> str:
+def _why_empty(plot: Plot, groups: Sequence[Group]) -> str:
     runs = [run for group in groups for run in group.runs]
     lacking = [run for run in runs if series_of(plot, run) is None]
-    reasons = [f"not logged: {catalog.reasons_absent(plot.metric, lacking)}"] if lacking else []
+    reasons = [f"not logged: {catalog.reasons_absent(plot.metric, lacking, runs)}"] if lacking else []
     if len(lacking) < len(runs):
         what = "null or not above 0, which a log axis cannot show" if plot.log else "null"
         reasons.append(f"every logged value is {what}")

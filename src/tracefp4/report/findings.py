@@ -10,7 +10,7 @@ import numpy as np
 
 from tracefp4.report.axes import number
 from tracefp4.report.catalog import FALLBACK, TIMING_PREFIX
-from tracefp4.report.overview import BASELINE, DIFF, over_baseline
+from tracefp4.report.overview import BASELINE, DIFF, over_baseline, ratio_text
 from tracefp4.report.runs import Group, Run, Series
 
 RISE = 3.0
@@ -86,7 +86,9 @@ def _guided(run: Run) -> Iterator[str]:
     if not below.any():
         return
     rows = {name.removeprefix(FALLBACK): s.finite.values.sum() for name, s in run.series.items() if FALLBACK in name}
-    reasons = ", ".join(f"{name} {total:.0f} rows" for name, total in sorted(rows.items(), key=lambda r: -r[1]) if total)
+    reasons = ", ".join(
+        f"{name} {total:.0f} rows" for name, total in sorted(rows.items(), key=lambda r: -r[1]) if total
+    )
     lowest = int(np.argmin(share.values))
     yield (
         f"guided share below 1 in {below.sum()} of {len(share.steps)} steps, lowest {share.values[lowest]:.3f} at step "
@@ -152,10 +154,10 @@ def _pass_rates(group: Group) -> Iterator[str]:
     moves = [_move(start, end, n) for start, end, n in rates]
     first, last = (statistics.fmean(rate[i] for rate in rates) for i in (0, 1))
     verdicts = [f"{what} in {moves.count(what)}" for what in (UP, SAME, DOWN) if what in moves]
-    seeds = f"mean of {len(rates)} seeds " if len(rates) > 1 else ""
+    seeds = f" (mean of {len(rates)} seeds)" if len(rates) > 1 else ""
     problems = " or ".join(str(n) for n in sorted({n for _, _, n in rates}))
     verdict = "; ".join(verdicts) + f" of {len(rates)}" if len(rates) > 1 else moves[0]
-    yield f"pass rate {seeds}{first:.3f} → {last:.3f} on {problems} held-out problems: {verdict}."
+    yield f"pass rate {first:.3f} → {last:.3f}{seeds} on {problems} held-out problems: {verdict}."
 
 
 UP, SAME, DOWN = "up beyond sampling noise", "within sampling noise", "down beyond sampling noise"
@@ -174,7 +176,7 @@ def _over_baseline(group: Group, runs: Sequence[Run]) -> Iterator[str]:
         return
     ratios = [ratio for ratio in (over_baseline(run, runs) for run in group.runs) if ratio is not None]
     if ratios:
-        low, high = f"{min(ratios):.2f}x", f"{max(ratios):.2f}x"
+        low, high = ratio_text(min(ratios)), ratio_text(max(ratios))
         yield f"mean |log-prob difference| of the last quarter is {low if low == high else f'{low} to {high}'} {BASELINE}'s."
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import IO
@@ -70,7 +70,7 @@ def render(groups: Sequence[Group], sections: Sequence[FigureSection]) -> str:
         js=Markup(_page("report.js")),
         findings=findings(groups),
         checks=CHECKS,
-        notices=[notice for run in runs for notice in run.notices],
+        notices=[notice for run in runs for notice in run.notices] + [n for g in groups for n in _short_seeds(g)],
         results=results_table(runs),
         origin=origin_table(runs),
         settings=config_diff(runs),
@@ -107,6 +107,12 @@ def _summary(groups: Sequence[Group]) -> str:
     return text
 
 
+def _short_seeds(group: Group) -> Iterator[str]:
+    steps = {run.steps_done for run in group.runs}
+    if len(steps) > 1:
+        yield f"{group.label}: mean and band end with its shortest seed, after step {min(steps) - 1}; thin lines go on"
+
+
 def _legend(group: Group) -> str:
     seeds = [str(run.seed) for run in group.runs if run.seed is not None]
     return f"{group.label}, seed{'' if len(seeds) == 1 else 's'} {', '.join(seeds)}" if seeds else group.label
@@ -117,11 +123,11 @@ def _colour_rules() -> str:
     rules = ["", ""]
     for index, pair in enumerate(COLOURS):
         for theme, colour in enumerate(pair):
-            rules[theme] += f".c{index} {{ stroke: {colour}; }} path.band.c{index} {{ fill: {colour}; stroke: none; }}\n"
+            rules[theme] += (
+                f".c{index} {{ stroke: {colour}; }} path.band.c{index} {{ fill: {colour}; stroke: none; }}\n"
+            )
     return f"{rules[0]}@media screen and (prefers-color-scheme: dark) {{\n{rules[1]}}}\n"
 
 
 def _page(name: str) -> str:
     return resources.files("tracefp4.report").joinpath("page", name).read_text(encoding="utf-8")
-
-

@@ -39,7 +39,7 @@ def results_table(runs: Sequence[Run]) -> Table:
                 _steps(run),
                 _rates(run),
                 MISSING if diff is None else f"{diff:#.3g}",
-                MISSING if ratio is None else f"{ratio:.2f}x",
+                MISSING if ratio is None else ratio_text(ratio),
             ]
         )
     return Table(
@@ -122,6 +122,11 @@ def rate_text(rate: float, n: int | None) -> str:
         return f"{rate:.3f}"
     low, high = wilson(rate, n)
     return f"{rate:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def ratio_text(ratio: float) -> str:
+    """'1.29x'; three digits below .01."""
+    return f"{ratio:.2f}x" if ratio >= 0.01 else f"{ratio:.3g}x"
 
 
 def _comparable(run: Run) -> dict[str, Any]:

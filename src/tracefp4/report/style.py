@@ -35,7 +35,7 @@ _MATPLOTLIB = {
     "cross": "x",
     "plus": "+",
     "down": "v",
-    "bar": "_",
+    "bar": "|",
     "star": "*",
 }
 

@@ -16,7 +16,7 @@ from tracefp4.report.figures import Band, Curve, Figure
 from tracefp4.report.style import look
 
 WIDTH, HEIGHT = 340, 224
-RIGHT, TOP, BOTTOM = 10, 10, 44
+RIGHT, TOP, BOTTOM = 16, 10, 44
 DIGIT = 10.2
 """Width of a digit at the largest text size."""
 MARKED = 8
@@ -34,7 +34,7 @@ def figure_axes(figure: Figure) -> tuple[Axis, Axis]:
     xs = np.concatenate([curve.x for curve in figure.curves])
     ys, plot = figure.values(), figure.plot
     vertical = log_axis(ys) if plot.log else linear_axis(ys, zero=plot.zero, share=plot.share, ticks=4)
-    return linear_axis(xs, whole=True, ticks=6), vertical
+    return linear_axis(xs, whole=True, ticks=6 if np.nanmax(xs) < 1000 else 4), vertical
 
 
 def figure_svg(figure: Figure) -> Markup:
@@ -52,7 +52,7 @@ def figure_svg(figure: Figure) -> Markup:
     return tag(
         "svg",
         *parts,
-        class_="plot",
+        class_="plot smooth" if figure.window else "plot",
         viewBox=f"0 0 {WIDTH} {HEIGHT}",
         role="img",
         aria_labelledby=f"{key}-title {key}-desc",
@@ -100,8 +100,7 @@ class _Frame:
         ticks = self.x(np.array(self.x_axis.ticks))
         for x, label in zip(ticks, self.x_axis.labels, strict=True):
             parts.append(tag("path", d=f"M{_n(x)} {bottom}v4", class_="axis"))
-            anchor = "end" if x > WIDTH - RIGHT - 12 and len(label) > 2 else "middle"
-            parts.append(tag("text", label, x=_n(min(x, WIDTH - 2)), y=bottom + 19, text_anchor=anchor))
+            parts.append(tag("text", label, x=_n(x), y=bottom + 19, text_anchor="middle"))
         parts.append(tag("text", x_name, x=(self.left + WIDTH - RIGHT) // 2, y=HEIGHT - 6, text_anchor="middle"))
         return parts
 
@@ -159,7 +158,7 @@ _SHAPES = {
     "cross": "m-3.4-3.4l6.8 6.8m0-6.8l-6.8 6.8",
     "plus": "m-4.2 0h8.4m-4.2-4.2v8.4",
     "down": "m0 4.2l4-7.4h-8z",
-    "bar": "m-4.4 0h8.8",
+    "bar": "m0-5v10",
     "star": "m-4.2 0h8.4m-6.4-3.6l4.4 7.2m0-7.2l-4.4 7.2",
 }
 
