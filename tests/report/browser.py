@@ -17,8 +17,10 @@ from typing import Any
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DEADLINE_SECONDS = 60.0
 
-_FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
---disable-component-update --disable-sync --disable-dev-shm-usage --remote-debugging-pipe""".split()
+_FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --disable-dev-shm-usage --remote-debugging-pipe"
+)
 
 
 class Page:
@@ -108,7 +110,7 @@ def browser(profile: Path) -> Iterator[Page]:
     # It reads file descriptor 3 and writes 4, whatever the numbers are here.
     command = f'exec "$0" "$@" 3<&{to_browser[0]} 4>&{from_browser[1]}'
     process = subprocess.Popen(
-        ["bash", "-c", command, CHROMIUM, *_FLAGS, f"--user-data-dir={profile}"],
+        ["bash", "-c", command, CHROMIUM, *_FLAGS.split(" "), f"--user-data-dir={profile}"],
         pass_fds=(to_browser[0], from_browser[1]),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

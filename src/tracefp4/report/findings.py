@@ -176,8 +176,8 @@ def _over_baseline(group: Group, runs: Sequence[Run]) -> Iterator[str]:
         return
     ratios = [ratio for ratio in (over_baseline(run, runs) for run in group.runs) if ratio is not None]
     if ratios:
-        low, high = ratio_text(min(ratios)), ratio_text(max(ratios))
-        yield f"mean |log-prob difference| of the last quarter is {low if low == high else f'{low} to {high}'} {BASELINE}'s."
+        ends = dict.fromkeys(ratio_text(ratio) for ratio in (min(ratios), max(ratios)))
+        yield f"mean |log-prob difference| of the last quarter is {' to '.join(ends)} {BASELINE}'s."
 
 
 def _across(runs: Sequence[Run]) -> Iterator[str]:
@@ -197,7 +197,8 @@ def _across(runs: Sequence[Run]) -> Iterator[str]:
         for part in ("train", "rollout")
     )
     if train and rollout:
-        yield f"Of {train + rollout:.0f} s of rollout and training, {100 * rollout / (train + rollout):.0f} % were rollout."
+        total = train + rollout
+        yield f"Of {total:.0f} s of rollout and training, {100 * rollout / total:.0f} % were rollout."
 
 
 def _series(run: Run, metric: str) -> Series:

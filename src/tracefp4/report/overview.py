@@ -43,9 +43,9 @@ def results_table(runs: Sequence[Run]) -> Table:
             ]
         )
     return Table(
-        "Pass rates are of held-out problems, with Wilson's 95 % interval of sampling. The log-prob difference is the mean "
-        f"of the last quarter of the steps; its ratio is to the {BASELINE} run of the same seed and, method and formats "
-        "aside, the same settings.",
+        "Pass rates are of held-out problems, with Wilson's 95 % interval of sampling. The log-prob difference is the "
+        f"mean of the last quarter of the steps; its ratio is to the {BASELINE} run of the same seed and, method and "
+        "formats aside, the same settings.",
         ["run", "method", "seed", "steps done", "pass rate, start → end", "|log-prob diff|", f"over {BASELINE}"],
         rows,
     )

@@ -152,7 +152,8 @@ def load_run(path: Path, name: str | None = None) -> Run:
     series = read_series(path / METRICS, "", notices)
     if (path / TIMING).exists():
         series |= read_series(path / TIMING, TIMING_PREFIX, notices)
-    run = Run(path, name or printable(path.name), series, *(_read_object(path / f) for f in (CONFIG, RUN, FINAL)))
+    config, run_json, final = (_read_object(path / file) for file in (CONFIG, RUN, FINAL))
+    run = Run(path, name or printable(path.name), series, config, run_json, final)
     run.notices = [f"{run.name}: {notice}" for notice in notices]
     if not run.config:
         run.notices.append(f"{run.name}: no {CONFIG}, so its settings and planned steps are unknown")
