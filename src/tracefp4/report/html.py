@@ -14,6 +14,7 @@ from tracefp4 import __version__
 from tracefp4.report.export import write_atomic, write_csv, write_pngs
 from tracefp4.report.figures import FigureSection, build_sections
 from tracefp4.report.findings import CHECKS, findings
+from tracefp4.report.logger import ensure_dir
 from tracefp4.report.overview import config_diff, origin_table, results_table
 from tracefp4.report.runs import Group, group_runs, load_runs
 from tracefp4.report.style import COLOURS
@@ -39,6 +40,10 @@ def report(
     sections = build_sections(groups)
     page = render(groups, sections).encode("utf-8")
     target = Path(out) if out is not None else Path(paths[0] if len(paths) == 1 else ".") / REPORT
+
+    for folder in (None if png is None else Path(png), None if csv is None else Path(csv).parent):
+        if folder is not None:  # before the page is written: all targets or none
+            ensure_dir(folder)
 
     def write(file: IO[bytes]) -> None:
         file.write(page)
