@@ -7,16 +7,16 @@ import io
 import math
 import os
 import tempfile
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
-
-import numpy as np
 
 from tracefp4.report.figures import Figure, FigureSection
 from tracefp4.report.logger import ensure_dir
 from tracefp4.report.runs import Group, ReportError
 from tracefp4.report.style import look
+from tracefp4.report.svg import figure_axes
 
 CSV_COLUMNS = ("run", "method", "seed", "step", "metric", "value")
 
@@ -92,23 +92,26 @@ def _draw(figure: Figure, groups: Sequence[Group]) -> bytes:
         axes = canvas.add_subplot()
         for band in figure.bands:
             axes.fill_between(band.x, band.low, band.high, color=look(band.group).matplotlib["color"], alpha=0.15, lw=0)
-        drawn = set()
         for curve in sorted(figure.curves, key=lambda c: not c.thin):
             style = look(curve.group).matplotlib
             if curve.thin:
-                axes.plot(curve.x, curve.y, color=style["color"], lw=0.6, alpha=0.5)
+                axes.plot(curve.x, curve.y, color=style["color"], lw=0.6, alpha=0.3 if figure.window else 0.5)
                 continue
             every = max(1, len(curve.x) // 8)
-            axes.plot(curve.x, curve.y, lw=1.8, ms=5, markevery=every, label=curve.label, **style)  # type: ignore[arg-type]
-            drawn.add(curve.group)
-        if figure.plot.log:
-            axes.set_yscale("log")
-        elif figure.plot.zero and all(np.nanmin(curve.y) >= 0 for curve in figure.curves):
-            axes.set_ylim(bottom=0)
-        axes.set(title=figure.plot.title, xlabel=figure.plot.x, ylabel=figure.plot.unit)
+            axes.plot(curve.x, curve.y, lw=1.8, ms=5, mfc="white", markevery=every, label=curve.label, **style)  # type: ignore[arg-type]
+        _, vertical = figure_axes(figure)
+        axes.set_yscale("log" if vertical.log else "linear")
+        axes.minorticks_off()
+        axes.set_yticks(vertical.ticks, labels=vertical.labels)
+        axes.set(ylim=(vertical.low, vertical.high), title=figure.plot.title, ylabel=figure.plot.unit)
+        axes.set_xlabel(figure.plot.x)
         axes.grid(alpha=0.3, lw=0.6)
-        if drawn:
+        if len(axes.get_legend_handles_labels()[0]) > 4:
+            canvas.legend(fontsize="small", loc="outside right upper")
+        else:
             axes.legend(fontsize="small")
+        if figure.notes:
+            canvas.supxlabel(textwrap.fill(" ".join(figure.notes), 110), fontsize=7)
         out = io.BytesIO()
         canvas.savefig(out, format="png", dpi=150, metadata={"Software": None})
     return out.getvalue()

@@ -49,15 +49,16 @@ function hover(svg) {
     const rows = [`${svg.dataset.name} ${toX(x)}`];
     for (const line of lines) {
       if (line.path.closest(".off")) continue;
-      const point = line.points.find((p) => Math.abs(p[0] - x) < 0.005);
-      if (point) rows.push(`${line.path.dataset.label}: ${short(toY(point[1]))}`);
+      const point = line.points.reduce((best, p) => (Math.abs(p[0] - x) < Math.abs(best[0] - x) ? p : best));
+      if (Math.abs(point[0] - x) <= 2) rows.push(`${line.path.dataset.label}: ${short(toY(point[1]))}`);
     }
     tip.replaceChildren(...rows.map((text) => Object.assign(document.createElement("div"), { textContent: text })));
     tip.hidden = false;
-    const scale = svg.getBoundingClientRect().width / svg.viewBox.baseVal.width;
-    const room = svg.parentElement.clientWidth - tip.offsetWidth;
-    tip.style.left = `${Math.max(0, Math.min(room, x * scale + 12))}px`;
-    tip.style.top = `${svg.offsetTop ?? 0}px`;
+    const area = svg.getBoundingClientRect();
+    const around = svg.parentElement.getBoundingClientRect();
+    const left = (x * area.width) / svg.viewBox.baseVal.width - tip.offsetWidth / 2;
+    tip.style.left = `${Math.max(0, Math.min(around.width - tip.offsetWidth, left))}px`;
+    tip.style.top = `${area.bottom - around.top}px`; // below, where it hides no curve
   }
   function hide() {
     tip.hidden = true;
