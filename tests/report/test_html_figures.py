@@ -42,6 +42,7 @@ def test_downsampling_keeps_every_extreme() -> None:
     assert kept.max() == 50.0
     assert x[kept.argmax()] == 54_321
     assert kept.min() == -50.0
+    assert (x[0], x[-1]) == (0, 99_999)
     assert (y[x.astype(int)] == kept).all()
 
 
@@ -95,7 +96,7 @@ def test_long_runs_say_what_is_drawn(tmp_path: Path) -> None:
     assert all(len(curve.x) <= MAX_POINTS for curve in figure.curves)
     assert figure.notes == [
         "Bold: running mean over 400 steps; thin: every step.",
-        "20,000 steps, drawn by the smallest and the largest value of each of 500 stretches.",
+        "20,000 steps, drawn by the smallest and the largest value of each of 499 stretches.",
     ]
     assert len(figure_svg(figure)) < 60_000
 

@@ -191,9 +191,9 @@ def why_absent(metric: str, run: Run) -> str:
     if metric.startswith(TIMING_PREFIX):
         return "not in timing.jsonl"
     if metric == PASS_RATE:
-        return (
-            "run.eval_prompts is 0" if run.setting("run.eval_prompts") == 0 else "no final.json yet, which ends a run"
-        )
+        if run.setting("run.eval_prompts") == 0:
+            return "run.eval_prompts is 0"
+        return "no pass rate in final.json" if run.final else "no final.json yet, which ends a run"
     if metric.startswith(("code_mismatch/", "scale_mismatch/", "d_act/", "guidance/")):
         if method in NOT_QUANTIZED:
             return "the rollout is not quantized"

@@ -13,7 +13,7 @@ from tracefp4.report.catalog import LAYER, PASS_RATE, Plot
 from tracefp4.report.runs import Group, Run, Series
 
 MAX_POINTS = 1000
-"""Of a curve; a longer one keeps the smallest and the largest value of each of MAX_POINTS / 2 equal stretches."""
+"""Of a curve; a longer one keeps the smallest and the largest value of each of about MAX_POINTS / 2 equal stretches."""
 
 SMOOTH_FROM, SMOOTH_PARTS = 150, 50
 """Lines of more steps than the first are drawn bold as a running mean over that part of them, and thin as they are."""
@@ -137,9 +137,8 @@ def _notes(figure: Figure, longest: int, below: int, missing: Sequence[Run], run
     if figure.window:
         notes.append(f"Bold: running mean over {figure.window} steps; thin: every step.")
     if longest > MAX_POINTS:
-        notes.append(
-            f"{longest:,} steps, drawn by the smallest and the largest value of each of {MAX_POINTS // 2} stretches."
-        )
+        parts = MAX_POINTS // 2 - 1
+        notes.append(f"{longest:,} steps, drawn by the smallest and the largest value of each of {parts} stretches.")
     return notes
 
 
@@ -225,19 +224,22 @@ def _curve(group: Group, label: str, series: Series, thin: bool = False, points:
 
 
 def downsample(x: np.ndarray, y: np.ndarray, limit: int, keep: str) -> tuple[np.ndarray, np.ndarray]:
-    """At most `limit` points. keep: "both" the smallest and largest of each stretch, where they are; "min" or "max"
-    one of them, at the middle of the stretch. NaN stays where a stretch holds nothing else."""
+    """At most `limit` points. keep: "both" the smallest and largest of each stretch, where they are, and the two ends;
+    "min" or "max" one of them, at the middle of the stretch. NaN stays where a stretch holds nothing else."""
     x, y = x.astype(np.float64), y.astype(np.float64)
     if len(x) <= limit:
         return x, y
-    stretches = np.array_split(np.arange(len(x)), limit // 2 if keep == "both" else limit)
+    stretches = np.array_split(np.arange(len(x)), limit // 2 - 1 if keep == "both" else limit)
     picked_x, picked_y = [], []
+    ends = {0, len(x) - 1} if keep == "both" else set()
     for part in stretches:
         finite = part[np.isfinite(y[part])]
         if not len(finite):
             finite = part[:1]
         low, high = finite[np.argmin(y[finite])], finite[np.argmax(y[finite])]
-        chosen = sorted({low, high}) if keep == "both" else [low if keep == "min" else high]
+        chosen = (
+            sorted({low, high, *(ends & {part[0], part[-1]})}) if keep == "both" else [low if keep == "min" else high]
+        )
         picked_x += [x[i] if keep == "both" else x[part[len(part) // 2]] for i in chosen]
         picked_y += [y[i] for i in chosen]
     return np.array(picked_x), np.array(picked_y)
