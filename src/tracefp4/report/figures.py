@@ -231,17 +231,19 @@ def downsample(x: np.ndarray, y: np.ndarray, limit: int, keep: str) -> tuple[np.
         return x, y
     stretches = np.array_split(np.arange(len(x)), limit // 2 - 1 if keep == "both" else limit)
     picked_x, picked_y = [], []
-    ends = {0, len(x) - 1} if keep == "both" else set()
+    ends = {0, len(x) - 1}
     for part in stretches:
         finite = part[np.isfinite(y[part])]
         if not len(finite):
             finite = part[:1]
         low, high = finite[np.argmin(y[finite])], finite[np.argmax(y[finite])]
-        chosen = (
-            sorted({low, high, *(ends & {part[0], part[-1]})}) if keep == "both" else [low if keep == "min" else high]
-        )
-        picked_x += [x[i] if keep == "both" else x[part[len(part) // 2]] for i in chosen]
-        picked_y += [y[i] for i in chosen]
+        if keep == "both":
+            chosen = sorted({low, high, *(ends & {part[0], part[-1]})})
+            picked_x += [x[i] for i in chosen]
+            picked_y += [y[i] for i in chosen]
+        else:
+            picked_x.append(x[part[len(part) // 2]])
+            picked_y.append(y[low if keep == "min" else high])
     return np.array(picked_x), np.array(picked_y)
 
 
