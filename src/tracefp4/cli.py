@@ -1,4 +1,4 @@
-"""The command line: `tracefp4 train | compare | warmstart | methods`.
+"""The command line: `tracefp4 train | compare | report | warmstart | methods`.
 
 A user's error is one sentence on standard error and exit code 2; an unexpected exception keeps its traceback.
 Commands import what they run on use, so that `--help` answers at once.
@@ -128,6 +128,28 @@ def compare(
     for name in names:  # a typo shows at once and here, not minutes later in a child's log
         _run_config(recipe, [*settings, f"{comparison.METHOD_KEY}={name}"])
     comparison.compare(recipe, names, parse_seeds(seeds), out, settings, jobs, overwrite=overwrite)
+
+
+@app.command()
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders that hold some.", show_default=False)
+    ],
+    *,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.html", help="The page to write; report.html in RUN, or here for several."),
+    ] = None,
+    png: Annotated[Path | None, typer.Option(metavar="DIR", help="Write each plot as a PNG too.")] = None,
+    csv: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write every logged value as one long table.")
+    ] = None,
+) -> None:
+    """Write one HTML file with plots, tables and checks of runs, finished or not."""
+    from tracefp4.report.html import report as write_report
+
+    page, *others = write_report(runs, out, png, csv)
+    print(f"written: {page}" + (f" and {len(others)} more" if others else ""))
 
 
 @app.command()

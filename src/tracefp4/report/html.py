@@ -1,0 +1,138 @@
+"""`tracefp4 report`: one HTML file that needs nothing but itself, and the same figures as PNG and CSV on request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import IO
+
+from jinja2 import DictLoader, Environment, StrictUndefined
+from markupsafe import Markup
+
+from tracefp4 import __version__
+from tracefp4.report.export import write_atomic, write_csv, write_pngs
+from tracefp4.report.figures import FigureSection, build_sections
+from tracefp4.report.findings import CHECKS, findings
+from tracefp4.report.logger import ensure_dir
+from tracefp4.report.overview import config_diff, origin_table, results_table
+from tracefp4.report.runs import Group, group_runs, load_runs
+from tracefp4.report.style import COLOURS
+from tracefp4.report.svg import figure_svg, swatch
+
+REPORT = "report.html"
+
+
+def report(
+    paths: Sequence[str | Path],
+    out: str | Path | None = None,
+    png: str | Path | None = None,
+    csv: str | Path | None = None,
+) -> list[Path]:
+    """Reads all runs in and below `paths` and writes the report; returns the files written, the page first.
+
+    out: the page, by default report.html in the only folder of `paths`, or here if there are several. png: a folder for
+    one picture a figure; csv: a file of every value. Equal runs give equal bytes. Raises TracefpError for a folder
+    without a run, a broken file and a target that cannot be written; each file is then whole or untouched.
+    """
+    runs = load_runs(paths)
+    groups = group_runs(runs)
+    sections = build_sections(groups)
+    page = render(groups, sections).encode("utf-8")
+    target = Path(out) if out is not None else Path(paths[0] if len(paths) == 1 else ".") / REPORT
+
+    for folder in (None if png is None else Path(png), None if csv is None else Path(csv).parent):
+        if folder is not None:  # before the page is written: all targets or none
+            ensure_dir(folder)
+
+    def write(file: IO[bytes]) -> None:
+        file.write(page)
+
+    write_atomic(target, write)
+    written = [target]
+    if png is not None:
+        written += write_pngs(Path(png), sections, groups)
+    if csv is not None:
+        write_csv(Path(csv), groups)
+        written.append(Path(csv))
+    return written
+
+
+def render(groups: Sequence[Group], sections: Sequence[FigureSection]) -> str:
+    """The page. Whatever comes from the runs is escaped."""
+    runs = [run for group in groups for run in group.runs]
+    environment = Environment(
+        loader=DictLoader({REPORT: _page("report.html")}),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(REPORT).render(
+        title=f"tracefp4 report: {', '.join(dict.fromkeys(group.label for group in groups))}",
+        summary=_summary(groups),
+        css=Markup(_page("report.css") + _colour_rules()),
+        js=Markup(_page("report.js")),
+        findings=findings(groups),
+        checks=CHECKS,
+        notices=[notice for run in runs for notice in run.notices] + [n for g in groups for n in _short_seeds(g)],
+        results=results_table(runs),
+        origin=origin_table(runs),
+        settings=config_diff(runs),
+        legend=[{"index": g.index, "label": _legend(g), "swatch": swatch(g.index)} for g in groups],
+        sections=[
+            {
+                "key": section.key,
+                "title": section.title,
+                "text": section.text,
+                "absent": section.absent,
+                "figures": [
+                    {
+                        "key": figure.plot.key,
+                        "title": figure.plot.title,
+                        "unit": figure.plot.unit,
+                        "metric": figure.plot.metric,
+                        "notes": figure.notes,
+                        "svg": figure_svg(figure),
+                    }
+                    for figure in section.figures
+                ],
+            }
+            for section in sections
+        ],
+        footer=f"Written by tracefp4 {__version__} from {len(runs)} run folder{'' if len(runs) == 1 else 's'}.",
+    )
+
+
+def _summary(groups: Sequence[Group]) -> str:
+    count = sum(len(group.runs) for group in groups)
+    text = f"{count} run{'' if count == 1 else 's'} of {len(groups)} setting{'' if len(groups) == 1 else 's'}."
+    if any(len(group.runs) > 1 for group in groups):
+        text += " Seeds of one setting: the thick line is their mean, the band their smallest and largest value."
+    return text
+
+
+def _short_seeds(group: Group) -> Iterator[str]:
+    steps = {run.steps_done for run in group.runs}
+    if len(steps) > 1:
+        yield f"{group.label}: mean and band end with its shortest seed, after step {min(steps) - 1}; thin lines go on"
+
+
+def _legend(group: Group) -> str:
+    seeds = [str(run.seed) for run in group.runs if run.seed is not None]
+    return f"{group.label}, seed{'' if len(seeds) == 1 else 's'} {', '.join(seeds)}" if seeds else group.label
+
+
+def _colour_rules() -> str:
+    """.c0 to .c7, light and dark."""
+    rules = ["", ""]
+    for index, pair in enumerate(COLOURS):
+        for theme, colour in enumerate(pair):
+            rules[theme] += (
+                f".c{index} {{ stroke: {colour}; }} path.band.c{index} {{ fill: {colour}; stroke: none; }}\n"
+            )
+    return f"{rules[0]}@media screen and (prefers-color-scheme: dark) {{\n{rules[1]}}}\n"
+
+
+def _page(name: str) -> str:
+    return resources.files("tracefp4.report").joinpath("page", name).read_text(encoding="utf-8")
