@@ -29,6 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "report": LEAVES,
     "assets": LEAVES | {"tasks"},
     "loop": CORE | {"guidance", "nn", "rollout", "train", "methods", "tasks", "align", "report", "assets"},
+    "bench": CORE | {"guidance", "nn"},
     "compare": LEAVES | {"report"},
     "cli": LEAVES | {"loop", "compare", "methods", "train", "report", "formats", "guidance"},
     "__main__": {"cli"},

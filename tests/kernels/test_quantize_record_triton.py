@@ -68,7 +68,9 @@ def test_every_scale_boundary(format: str) -> None:
     """Block maxima at, below and above every midpoint of two E4M3 values, and past 448."""
     sf = decode_e4m3(torch.arange(0, 127, dtype=torch.uint8))
     middle = (sf[1:] + sf[:-1]) / 2 * 6
-    m = torch.cat([middle, middle.nextafter(middle * 0), middle.nextafter(middle * 9), sf * 6, torch.tensor([2689.0, 1e9])])
+    m = torch.cat(
+        [middle, middle.nextafter(middle * 0), middle.nextafter(middle * 9), sf * 6, torch.tensor([2689.0, 1e9])]
+    )
     m = torch.nn.functional.pad(m, (0, -m.numel() % 64))
     x = torch.zeros(m.numel(), 16)
     x[:, 3], x[:, 9] = m, -m / 3
@@ -108,11 +110,20 @@ def test_kv_lands_in_its_slots(format: str, G: int, D: int, page: int) -> None:
         for t in cache.tensors:
             t.fill_(-1 if t.dtype == torch.int32 else 0xFF)
         targets = [
-            RecordTarget(torch.full((4, row_bytes(format, 1.125, G * D)), 0xEE, dtype=torch.uint8, device=DEVICE), at, 1.125)
+            RecordTarget(
+                torch.full((4, row_bytes(format, 1.125, G * D)), 0xEE, dtype=torch.uint8, device=DEVICE), at, 1.125
+            )
             for at in (torch.tensor([2, 0, 3, -1, 1], device=DEVICE), torch.tensor([1, 2, -1, 3, 0], device=DEVICE))
         ]
         write_kv(
-            k, v, cache, slots, backend=backend, format=format, encode_scales=(4.0, 9.5), records=(targets[0], targets[1])
+            k,
+            v,
+            cache,
+            slots,
+            backend=backend,
+            format=format,
+            encode_scales=(4.0, 9.5),
+            records=(targets[0], targets[1]),
         )
         caches.append(cache)
         payloads.append([t.payload for t in targets])

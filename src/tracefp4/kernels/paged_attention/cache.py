@@ -80,7 +80,9 @@ class PagedCache:
 
     def __post_init__(self) -> None:
         if self.k.ndim != 4 or self.k.shape[2] % 16:
-            raise KernelError(f"k must be [pages, G, page size, width], the size a multiple of 16: {tuple(self.k.shape)}")
+            raise KernelError(
+                f"k must be [pages, G, page size, width], the size a multiple of 16: {tuple(self.k.shape)}"
+            )
         if self.fp4 != (self.k_scales is not None) or self.fp4 != (self.v_scales is not None):
             raise KernelError("int32 words come with scales, dense values without")
         p, g, s, c = self.k.shape
@@ -139,7 +141,12 @@ class PagedCache:
 
     @staticmethod
     def from_slots(
-        rows: Tensor, scales: Tensor | None, heads: int, page_size: int, k_epilogue: float = 1.0, v_epilogue: float = 1.0
+        rows: Tensor,
+        scales: Tensor | None,
+        heads: int,
+        page_size: int,
+        k_epilogue: float = 1.0,
+        v_epilogue: float = 1.0,
     ) -> PagedCache:
         """From the CPU pool's layer: dense [2, slots, G*D], or codes uint8 [2, slots, G*D/2] and their scales."""
         if scales is None:

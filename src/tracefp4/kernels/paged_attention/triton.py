@@ -164,7 +164,10 @@ def _attend_fp4(
     G: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr, U: tl.constexpr, PAGE: tl.constexpr,
     TILE: tl.constexpr, WIDE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """k int32 (U = 8) or int16 (U = 4) [P, G, PAGE, W], v [P, G, D/8, PAGE] words; partial f32 [B, G, SPLITS, R, U, W]; lse [.., R]."""
+    """k int32 (U = 8) or int16 (U = 4) [P, G, PAGE, W], v [P, G, D/8, PAGE] words.
+
+    partial f32 [B, G, SPLITS, R, U, W] holds each share's own softmax; lse f32 [B, G, SPLITS, R] its log2 weight.
+    """
     W: tl.constexpr = D // U
     split, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, stop = _share(tl.load(lengths + b), split, SPLITS, TILE)
@@ -189,7 +192,7 @@ def _attend_fp4(
         o4, o5, o6, o7 = o0, o0, o0, o0
     m = tl.full([RP], float("-inf"), tl.float32)
     l = tl.zeros([RP], tl.float32)
-    tables += b * table_stride.to(tl.int64)
+    tables += b.to(tl.int64) * table_stride
     block = tl.arange(0, D // 16)
     for first in tl.range(start, stop, TILE):
         tokens = first + n
@@ -271,7 +274,7 @@ def _attend_dense(
     o = tl.zeros([RP, D], tl.float32)
     m = tl.full([RP], float("-inf"), tl.float32)
     l = tl.zeros([RP], tl.float32)
-    tables += b * table_stride.to(tl.int64)
+    tables += b.to(tl.int64) * table_stride
     for first in tl.range(start, stop, TILE):
         tokens = first + n
         # Past the end the last token again: a stale slot may hold a NaN, which p = 0 would not hide.
@@ -333,12 +336,14 @@ class AttentionConfig:
 
 
 def default_config(fp4: bool, head_dim: int, device: torch.device) -> AttentionConfig:
-    """Settings measured to be good on Hopper; under the interpreter small ones."""
+    """Settings meant for Hopper, as many programs as fit on it at once; under the interpreter small ones."""
     if INTERPRETED:
         return AttentionConfig(tile=32, num_warps=1, num_stages=1, programs=8, asm=False)
     sms = torch.cuda.get_device_properties(device).multi_processor_count
+    if fp4 and head_dim <= 128:
+        return AttentionConfig(tile=64, num_warps=1, num_stages=2, programs=12 * sms)
     if fp4:
-        return AttentionConfig(tile=64 if head_dim <= 128 else 32, num_warps=1, num_stages=2, programs=12 * sms)
+        return AttentionConfig(tile=32, num_warps=2, num_stages=2, programs=7 * sms)
     return AttentionConfig(tile=64, num_warps=4, num_stages=3, programs=4 * sms)
 
 
@@ -363,8 +368,9 @@ def paged_decode(
     out = torch.empty_like(q_BHD)
     log2e = 1.4426950408889634
     rp = max(8 if fp4 else 16, triton.next_power_of_2(R))
-    common = dict(G=G, R=R, RP=rp, D=D, PAGE=cache.page_size, TILE=config.tile, WIDE=2 * cache.k.numel() >= 2**31)
-    launch = dict(num_warps=config.num_warps, num_stages=config.num_stages)
+    common = {"G": G, "R": R, "RP": rp, "D": D, "PAGE": cache.page_size, "TILE": config.tile}
+    common["WIDE"] = 2 * cache.k.numel() >= 2**31
+    launch = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     grid = (splits, G, B)
     unit = 1
     if fp4:

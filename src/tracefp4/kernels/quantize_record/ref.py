@@ -48,7 +48,9 @@ def payload_rows(blocks: QuantizedBlocks, bits: float) -> Tensor:
     code_planes, scale_planes = planes(blocks.format, bits)
     codes = blocks.unpacked_codes().flatten(0, -2)
     scales = blocks.scales.flatten(0, -2)
-    parts = [_plane(codes >> bit) for bit in range(code_planes)] + [_plane(scales >> bit) for bit in range(scale_planes)]
+    parts = [_plane(codes >> bit) for bit in range(code_planes)] + [
+        _plane(scales >> bit) for bit in range(scale_planes)
+    ]
     return torch.cat(parts, dim=-1)
 
 

@@ -24,6 +24,9 @@ from tracefp4.kernels.triton_math import (
     unrounded_scale,
 )
 
+# A product that flows into a sum must be rounded on its own, as the reference rounds it.
+IEEE = {"enable_fp_fusion": False}
+
 
 @triton.jit
 def _load_f32(pointers, mask):
@@ -159,10 +162,12 @@ def quantize_record(
     codes = torch.empty(N, K // 2, dtype=torch.uint8, device=device)
     scales = torch.empty(N, K // 16, dtype=torch.uint8, device=device)
     static = not isinstance(encode_scale, str)
-    if static:
-        S = torch.as_tensor(encode_scale, dtype=torch.float32, device=device)
-    else:
+    if isinstance(encode_scale, str):
         S = torch.empty(N, 1, dtype=torch.float32, device=device)
+    elif isinstance(encode_scale, Tensor):
+        S = encode_scale.to(device, torch.float32)
+    else:
+        S = torch.full((), encode_scale, dtype=torch.float32, device=device)  # no copy from the host
     block, warps = _block(K)
     code_planes, scale_planes = (0, 0) if target is None else planes(format, target.bits)
     record_scale = None if target is None else target.encode_scale
@@ -174,7 +179,7 @@ def quantize_record(
             POW2=encode_scale == "row-pow2" if not static else False, ENCODE_MAX=fmt.encode_max,
             RECORD=target is not None, RECORD_SCALE=record_scale is not None,
             ROW_BYTES=0 if target is None else target.payload.shape[1],
-            CODE_PLANES=code_planes, SCALE_PLANES=scale_planes, num_warps=warps,
+            CODE_PLANES=code_planes, SCALE_PLANES=scale_planes, num_warps=warps, **IEEE,
         )  # fmt: skip
     return QuantizedBlocks(codes, scales, S, format, (N, K))
 
@@ -201,5 +206,5 @@ def write_kv(
         kt and kt.payload, vt and vt.payload, kt and kt.slots, vt and vt.slots,
         G=G, D=D, PAGE=cache.page_size, BLOCK=block, EXACT=format == "nvfp4-exact", RECORD=kt is not None,
         ROW_BYTES=0 if kt is None else kt.payload.shape[1],
-        CODE_PLANES=code_planes, SCALE_PLANES=scale_planes, num_warps=warps,
+        CODE_PLANES=code_planes, SCALE_PLANES=scale_planes, num_warps=warps, **IEEE,
     )  # fmt: skip
