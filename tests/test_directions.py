@@ -30,6 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "assets": LEAVES | {"tasks"},
     "loop": CORE | {"guidance", "nn", "rollout", "train", "methods", "tasks", "align", "report", "assets"},
     "asynchronous": CORE | {"guidance", "loop", "report", "tasks", "train", "rollout"},
+    "bench": CORE | {"guidance", "nn"},
     "compare": LEAVES | {"report"},
     "cli": LEAVES | {"loop", "asynchronous", "compare", "methods", "train", "report", "formats", "guidance"},
     "__main__": {"cli"},

@@ -1,0 +1,1 @@
+"""Benchmarks of the kernels: `python -m tracefp4.bench.kernels`."""

@@ -1,0 +1,120 @@
+"""Device functions shared by the kernels: E2M1 and E4M3 with the bits of `tracefp4.formats`.
+
+Integer arithmetic and IEEE operations only, so that the interpreter, every GPU and the reference agree bit for bit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+FLT_MAX = tl.constexpr(3.4028234663852886e38)
+RECIPROCAL_6 = tl.constexpr(0.1666666716337204)  # 1/6 rounded to FP32
+
+
+@triton.jit
+def from_bf16(x):
+    """BF16 -> f32 of the same value, subnormals and NaN included."""
+    return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def dot(a, b, acc):
+    """acc + a b, BF16 operands and FP32 sums; the interpreter, which multiplies BF16 as integers, gets FP32."""
+    if INTERPRETED:
+        return tl.dot(from_bf16(a), from_bf16(b), acc)
+    else:
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def to_bf16(x):
+    """f32 -> BF16, nearest even; NaN stays NaN. The interpreter's own cast is spelled out in integers."""
+    if INTERPRETED:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16)
+        return tl.where(x == x, rounded, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(tl.bfloat16)
+
+
+@triton.jit
+def encode_e2m1(z):
+    """f32 -> int32 code 0..15: nearest, ties to even, saturating; NaN gives 7, the sign of zero is kept."""
+    bits = z.to(tl.int32, bitcast=True)
+    a = bits & 0x7FFFFFFF  # magnitudes as integers: their order is that of the numbers
+    m = (a > 0x3E800000).to(tl.int32)  # .25
+    m += (a >= 0x3F400000).to(tl.int32)  # .75
+    m += (a > 0x3FA00000).to(tl.int32)  # 1.25
+    m += (a >= 0x3FE00000).to(tl.int32)  # 1.75
+    m += (a > 0x40200000).to(tl.int32)  # 2.5
+    m += (a >= 0x40600000).to(tl.int32)  # 3.5
+    m += (a > 0x40A00000).to(tl.int32)  # 5
+    sign = (bits >> 28) & 8
+    return tl.where(a > 0x7F800000, 7, m | sign)
+
+
+@triton.jit
+def decode_e2m1(code):
+    """int32 code 0..15 -> f32."""
+    # As an FP32 the three magnitude bits at exponent and mantissa give value * 2^-126, zero and 0.5 included.
+    magnitude = ((code & 7) << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+    signed = magnitude.to(tl.int32, bitcast=True) | ((code & 8) << 28)
+    return signed.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def encode_e4m3(u):
+    """f32, not negative and not NaN -> int32 byte: nearest even, saturating at 448 (0x7E), subnormals kept."""
+    bits = u.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    # The sum's last significand bit is worth 2^-9, E4M3's smallest step, so the addition rounds to nearest even.
+    subnormal = (u + 24576.0).to(tl.int32, bitcast=True) & 0xF
+    code = tl.where(bits < 0x3C800000, subnormal, normal)  # below 2^-6
+    return tl.where(bits >= 0x43E00000, 0x7E, code)  # from 448 on
+
+
+@triton.jit
+def decode_e4m3(byte):
+    """int32 byte 0..0x7E -> f32."""
+    return (byte << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+
+
+@triton.jit
+def encode_scale_of(amax, ENCODE_MAX: tl.constexpr, POW2: tl.constexpr):
+    """S = ENCODE_MAX / amax, at most FLT_MAX; 1 where amax is 0 or Inf; POW2: rounded down to a power of two."""
+    safe = tl.where(amax == 0.0, 1.0, amax)
+    s = tl.minimum(tl.div_rn(tl.zeros_like(amax) + ENCODE_MAX, safe), FLT_MAX)
+    s = tl.where((amax == 0.0) | (amax == float("inf")), 1.0, s)
+    if POW2:
+        s = (s.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return s
+
+
+@triton.jit
+def unrounded_scale(amax, s, EXACT: tl.constexpr):
+    """Block scale before its rounding to E4M3, by the engine rule or the exact one."""
+    if EXACT:
+        return amax * (s * RECIPROCAL_6)
+    else:
+        return s * (amax * RECIPROCAL_6)
+
+
+@triton.jit
+def multiplier(byte, s, EXACT: tl.constexpr):
+    """Factor on x before rounding to E2M1: 1 / (SF * (1/S)); both reciprocals divide once, correctly rounded."""
+    one = tl.zeros_like(s) + 1.0
+    effective = decode_e4m3(byte) * tl.div_rn(one, s)
+    inverse = tl.div_rn(tl.zeros_like(effective) + 1.0, effective)
+    if EXACT:
+        return tl.minimum(inverse, FLT_MAX)
+    else:
+        return tl.where(byte == 0, 0.0, inverse)
+
+
+@triton.jit
+def block_amax(blocks):
+    """f32 [..., B] -> f32 [...]: largest magnitude, NaN counting as 0."""
+    a = tl.abs(blocks)
+    return tl.max(tl.where(a == a, a, 0.0), axis=-1)

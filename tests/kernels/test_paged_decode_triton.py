@@ -1,0 +1,150 @@
+"""Paged decode attention in Triton against the torch reference; under the interpreter unless there is a GPU.
+
+On a GPU: `python -m pytest tests/kernels`, which also runs the PTX unpacking that the interpreter has to spell out.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tracefp4.formats import get_format
+from tracefp4.kernels.errors import KernelError
+from tracefp4.kernels.paged_attention import PagedCache, codes_from_words, paged_decode, words_from_codes
+
+pytest.importorskip("triton", reason="triton is not installed: its kernels are not tested")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def problem(lengths: list[int], H: int, G: int, D: int, page: int, fp4: bool, scale: float = 4.0) -> dict[str, Any]:
+    """Random q and cache, pages in random order; what no sequence owns is poison."""
+    g = torch.Generator().manual_seed(len(lengths) * D + page)
+    counts = [-(-n // page) for n in lengths]
+    pages = sum(counts) + 2
+    order = torch.randperm(pages, generator=g)
+    tables = torch.full((len(lengths), max(1, *counts)), 2**31 - 1, dtype=torch.int32)  # past the end: not a page
+    owned = torch.zeros(pages, page, dtype=torch.bool)
+    taken = 0
+    for b, (n, count) in enumerate(zip(lengths, counts, strict=True)):
+        tables[b, :count] = order[taken : taken + count].int()
+        t = torch.arange(n)
+        owned[tables[b].long()[t // page], t % page] = True
+        taken += count
+    kv = torch.randn(2, pages * page, G * D, generator=g).bfloat16()
+    unowned = ~owned.flatten()
+    if fp4:
+        blocks = get_format("nvfp4").quantize(kv, encode_scale=torch.tensor(scale))
+        blocks.codes[:, unowned], blocks.scales[:, unowned] = 0xFF, 0x7E
+        cache = PagedCache.from_slots(blocks.codes, blocks.scales, G, page, 1 / scale, 1 / scale)
+    else:
+        kv[:, unowned] = float("nan")
+        cache = PagedCache.from_slots(kv, None, G, page)
+    q = torch.randn(len(lengths), H, D, generator=g).bfloat16()
+    cache = PagedCache(*(t.to(DEVICE) for t in cache.tensors), k_epilogue=cache.k_epilogue, v_epilogue=cache.v_epilogue)
+    return {
+        "q_BHD": q.to(DEVICE),
+        "cache": cache,
+        "block_tables_BP": tables.to(DEVICE),
+        "lengths_B": torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        "scaling": D**-0.5,
+    }
+
+
+CASES = {
+    "one token": ([1], 8, 1, 128, 16),
+    "ragged": ([1, 40, 0, 65], 8, 2, 128, 16),
+    "whole pages": ([64, 128], 4, 4, 128, 64),
+    "odd page, odd group": ([100], 6, 2, 64, 48),
+    "wide group": ([33, 7], 12, 1, 64, 16),
+    "wide head": ([50], 3, 1, 256, 16),
+    "many shares": ([700], 2, 1, 64, 32),
+}
+
+
+@pytest.mark.parametrize("fp4", [True, False], ids=["fp4", "bf16"])
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_reference(case: str, fp4: bool) -> None:
+    """|out - exact| <= (2 u + 2^-9 of the output's rounding) max|v|, u = 2^-9.
+
+    Both sides round every p once to BF16 (relative error 2^-9 each, on weights that sum to 1; their bases differ, so
+    the errors may add) and the result once; FP32 sums of D and T terms stay far below.
+    """
+    args = problem(*CASES[case], fp4=fp4)
+    out = paged_decode(**args, backend="triton")
+    exact = paged_decode(**args | {"q_BHD": args["q_BHD"].float()}, backend="torch")
+    assert torch.isfinite(out).all()
+    v = args["cache"].to_slots()[0][1]
+    largest = 6 * 448 * args["cache"].v_epilogue if fp4 else float(v.float().nan_to_num().abs().max())
+    if fp4:
+        largest = min(largest, 6.0)  # of standard normal values
+    assert float((out.float() - exact).abs().max()) <= (2 * 2.0**-9 + 2.0**-9) * largest
+    empty = args["lengths_B"] == 0
+    assert torch.equal(out[empty], torch.zeros_like(out[empty]))
+
+
+def test_subnormal_scales_count() -> None:
+    """Tiny keys at S = 1 have E4M3 scales below 2^-6; flushing them would make every score equal."""
+    args = problem([40], 8, 1, 128, 16, fp4=True, scale=1.0)
+    cache = args["cache"]
+    for scales in (cache.k_scales, cache.v_scales):
+        scales.random_(0, 8, generator=torch.Generator(DEVICE).manual_seed(0))  # 0 .. 7 * 2^-9
+    args["scaling"] = 30.0
+    out = paged_decode(**args, backend="triton")
+    exact = paged_decode(**args | {"q_BHD": args["q_BHD"].float()}, backend="torch")
+    assert float((out.float() - exact).abs().max()) <= 3 * 2.0**-9 * 6 * 7 * 2.0**-9
+    assert float(exact.std()) > 2.0**-8
+
+
+def test_a_word_unpacks_to_every_code() -> None:
+    """Each of a word's eight places with each code, through the kernel: one key of ones, one value row."""
+    D = 128
+    codes = torch.arange(16 * 16, dtype=torch.uint8).view(4, 64)  # all pairs of codes: 4 rows of 128 values
+    args = problem([1, 1, 1, 1], 1, 1, D, 16, fp4=True, scale=1.0)
+    slots = args["block_tables_BP"][:, 0].long().cpu() * 16
+    rows, scales = (t.cpu() for t in args["cache"].to_slots())
+    for shift in range(8):  # every code passes through every place of its word
+        rolled = torch.roll(get_format("nvfp4").dequantize(_blocks(codes), torch.float32), shift, dims=-1)
+        blocks = get_format("nvfp4").quantize(rolled, encode_scale=torch.tensor(1.0))
+        rows[1, slots], scales[1, slots] = blocks.codes, blocks.scales
+        cache = PagedCache.from_slots(rows, scales, 1, 16)
+        args["cache"] = PagedCache(*(t.to(DEVICE) for t in cache.tensors))
+        out = paged_decode(**args, backend="triton")
+        assert torch.equal(out[:, 0].float().cpu(), get_format("nvfp4").dequantize(blocks))
+
+
+def _blocks(codes: torch.Tensor) -> Any:
+    from tracefp4.formats import QuantizedBlocks
+
+    scales = torch.full((codes.shape[0], codes.shape[1] // 8), 0x38, dtype=torch.uint8)  # 1.0
+    return QuantizedBlocks(codes, scales, torch.tensor(1.0), "nvfp4", (codes.shape[0], codes.shape[1] * 2))
+
+
+def test_words_hold_codes_losslessly() -> None:
+    codes = torch.arange(65536).view(-1, 1).expand(-1, 4).contiguous()
+    codes = torch.stack([codes[:, 0] & 255, codes[:, 0] >> 8, codes[:, 0] & 255, codes[:, 0] >> 8], 1).to(torch.uint8)
+    assert torch.equal(codes_from_words(words_from_codes(codes)), codes)
+
+
+@pytest.mark.parametrize("fp4", [True, False])
+def test_slots_and_pages_convert_both_ways(fp4: bool) -> None:
+    g = torch.Generator().manual_seed(0)
+    rows = torch.randint(0, 256, (2, 96, 2 * 32), generator=g, dtype=torch.uint8)
+    scales = torch.randint(0, 127, (2, 96, 2 * 4), generator=g, dtype=torch.uint8) if fp4 else None
+    rows = rows if fp4 else rows.bfloat16()
+    cache = PagedCache.from_slots(rows, scales, 2, 32)
+    back, back_scales = cache.to_slots()
+    assert torch.equal(back, rows)
+    assert scales is None or (back_scales is not None and torch.equal(back_scales, scales))
+    assert cache.bytes_per_token == (2 * 2 * 64 * 9 // 16 if fp4 else 2 * 2 * 32 * 2)
+
+
+def test_bad_operands_are_refused_by_name() -> None:
+    args = problem([5], 8, 2, 128, 16, fp4=False)
+    with pytest.raises(KernelError, match="int32"):
+        paged_decode(**args | {"lengths_B": args["lengths_B"].long()}, backend="triton")
+    with pytest.raises(KernelError, match="multiple of 2"):
+        paged_decode(**args | {"q_BHD": args["q_BHD"][:, :5].contiguous()}, backend="triton")
+    with pytest.raises(KernelError, match="cuda"):
+        paged_decode(**args, backend="cuda")
+    with pytest.raises(KernelError, match="head_dim"):
+        paged_decode(**problem([5], 8, 2, 32, 16, fp4=False), backend="triton")
