@@ -1,0 +1,385 @@
+"""Runs inside the sandbox: a script as it is, or test code against a program in another process.
+
+The *tests* process holds the test code and the verdict's pipe; the *program* process holds the program. They talk
+over a socket: names that the tests use and do not define are the program's, calls of them are carried over, and
+what comes back is rebuilt from plain values only. So a program cannot end the tests' process, patch its builtins,
+pass off an object that equals everything, read the expected values or write the verdict: what it can do is answer.
+
+An object that is no plain value stays where it is and is called from afar. Lists, dicts, sets and bytearrays that
+the tests pass in are updated in place after the call. Functions of the tests can be passed and are called back.
+
+Standard library only; nothing of the package is there.
+"""
+
+import builtins
+import json
+import os
+import socket
+import struct
+import sys
+
+PROGRAM_FD = 4
+EXACT_TYPES = (bool, int, float, str)
+
+
+def script(path):
+    """The program as ``__main__``, with the exit and quit that Python without ``site`` lacks."""
+    builtins.exit = builtins.quit = sys.exit
+    sys.argv = [path]
+    with open(path, "rb") as file:
+        code = compile(file.read(), path, "exec")
+    names = sys.modules["__main__"].__dict__
+    for name in [name for name in names if not name.startswith("__")]:
+        del names[name]
+    names["__file__"] = path
+    exec(code, names)
+
+
+# Values between the two processes
+
+
+class Gone(Exception):
+    """The other process ended or sent what cannot be read."""
+
+
+class RemoteError(Exception):
+    """An exception of the program's own class."""
+
+
+class Channel:
+    """Requests and replies of one process to the other, nested where a call calls back.
+
+    ``trusted`` is the tests' side: it does nothing for the program but call the functions it passed to it.
+    """
+
+    def __init__(self, connection, trusted):
+        self.connection, self.trusted = connection, trusted
+        self.objects = []
+        self.remote = remote_class(self)
+
+    def send(self, message):
+        data = json.dumps(message).encode()
+        self.connection.sendall(struct.pack("<I", len(data)) + data)
+
+    def receive(self):
+        return json.loads(self._read(struct.unpack("<I", self._read(4))[0]))
+
+    def _read(self, count):
+        data = bytearray()
+        while len(data) < count:
+            chunk = self.connection.recv(min(count - len(data), 1 << 16))
+            if not chunk:
+                raise Gone("the program ended its process")
+            data += chunk
+        return bytes(data)
+
+    def request(self, operation, *arguments):
+        """Sends a request and serves the other side's requests until the reply is there."""
+        try:
+            self.send([operation, *arguments])
+            while True:
+                kind, *rest = self.receive()
+                if kind == "value":
+                    return rest
+                if kind == "raise":
+                    raise rebuilt_exception(rest[0], [self.decode(item) for item in rest[1]])
+                self.serve(kind, rest)
+        except (OSError, ValueError, TypeError, KeyError, IndexError, RecursionError, MemoryError) as error:
+            if getattr(error, "from_program", False):
+                raise
+            raise Gone(f"the program's answer cannot be read ({type(error).__name__})") from None
+
+    def serve(self, operation, arguments):
+        try:
+            reply = ["value", *self.perform(operation, arguments)]
+        except Gone:
+            raise
+        except BaseException as error:
+            reply = ["raise", *self.described_exception(error)]
+        self.send(reply)
+
+    def perform(self, operation, arguments):
+        if operation == "call":
+            target, args, kwargs = arguments
+            args = [self.decode(item) for item in args]
+            kwargs = {name: self.decode(item) for name, item in kwargs}
+            result = self.objects[target](*args, **kwargs)
+            mutable = [*args, *kwargs.values()]
+            return [self.encode(result), [self.encode(item) if is_mutable(item) else None for item in mutable]]
+        if self.trusted:
+            raise Gone("the program asked for more than a call")
+        if operation == "names":
+            return [self.encode_names()]
+        target = self.objects[arguments[0]]
+        if operation == "get":
+            return [self.encode(getattr(target, arguments[1]))]
+        if operation == "set":
+            setattr(target, arguments[1], self.decode(arguments[2]))
+            return [None]
+        if operation == "method":  # of the type, as an operator looks it up
+            args = [self.decode(item) for item in arguments[2]]
+            return [self.encode(getattr(type(target), arguments[1])(target, *args))]
+        raise ValueError(operation)
+
+    def encode_names(self):
+        """The program's global names; a module is only named, as the tests import their own."""
+        found = []
+        for name, value in self.names.items():
+            if name.startswith("__"):
+                continue
+            if isinstance(value, type(sys)):
+                found.append([name, "module", value.__name__])
+            elif getattr(value, "__module__", None) in sys.stdlib_module_names and hasattr(value, "__name__"):
+                found.append([name, "import", value.__module__, value.__name__])
+            else:
+                found.append([name, "value", self.encode(value)])
+        return found
+
+    def encode(self, value):
+        kind = type(value)
+        if value is None or kind in EXACT_TYPES:
+            return value
+        if isinstance(value, self.remote):
+            return ["yours", object.__getattribute__(value, "_remote_id")]
+        for base, tag in ((list, "list"), (tuple, "tuple"), (set, "set"), (frozenset, "frozenset")):
+            if kind is base or (kind is not base and isinstance(value, base) and not self.trusted):
+                return [tag, [self.encode(item) for item in base.__iter__(value)]]
+        if isinstance(value, dict):
+            return ["dict", [[self.encode(k), self.encode(v)] for k, v in dict.items(value)]]
+        if isinstance(value, bytes | bytearray):
+            return [kind.__name__, value.hex()]
+        if kind is complex:
+            return ["complex", value.real, value.imag]
+        if kind is range:
+            return ["range", value.start, value.stop, value.step]
+        for base in EXACT_TYPES:  # IntEnum and the like: as equal to the plain value as the value itself
+            if isinstance(value, base):
+                return base.__str__(value) if base is str else base(value)
+        if kind.__module__ in ("fractions", "decimal") and kind.__name__ in ("Fraction", "Decimal"):
+            return [kind.__name__, str(value)]
+        self.objects.append(value)
+        return ["mine", len(self.objects) - 1]
+
+    def decode(self, item):
+        if item is None or type(item) in EXACT_TYPES:
+            return item
+        tag, *rest = item
+        if tag in ("list", "tuple", "set", "frozenset"):
+            return {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[tag](map(self.decode, rest[0]))
+        if tag == "dict":
+            return {self.decode(key): self.decode(value) for key, value in rest[0]}
+        if tag in ("bytes", "bytearray"):
+            return {"bytes": bytes, "bytearray": bytearray}[tag].fromhex(rest[0])
+        if tag == "complex":
+            return complex(*rest)
+        if tag == "range":
+            return range(*rest)
+        if tag == "Fraction":
+            from fractions import Fraction
+
+            return Fraction(rest[0])
+        if tag == "Decimal":
+            from decimal import Decimal
+
+            return Decimal(rest[0])
+        if tag == "mine":  # the sender's
+            return self.remote(int(rest[0]))
+        if tag == "yours":
+            return self.objects[rest[0]]
+        raise ValueError(tag)
+
+    def described_exception(self, error):
+        names = [base.__name__ for base in type(error).__mro__]
+        try:
+            return [names, [self.encode(item) for item in error.args]]
+        except Exception:
+            return [names, []]
+
+    def call(self, target, args, kwargs):
+        encoded = [self.encode(item) for item in args], [[k, self.encode(v)] for k, v in kwargs.items()]
+        result, changed = self.request("call", target, *encoded)
+        for original, item in zip([*args, *kwargs.values()], changed, strict=True):
+            if item is not None and is_mutable(original):
+                update(original, self.decode(item))
+        return self.decode(result)
+
+
+def is_mutable(value):
+    return type(value) in (list, dict, set, bytearray)
+
+
+def update(original, value):
+    """Takes over what a call did to an argument; a list keeps its identity."""
+    if type(value) is not type(original):
+        raise Gone("the program's answer cannot be read (an argument changed its type)")
+    if type(original) in (list, bytearray):
+        original[:] = value
+    else:
+        original.clear()
+        original.update(value)
+
+
+def rebuilt_exception(names, args):
+    """The nearest built-in exception of that name, so that ``except ValueError`` works; else RemoteError."""
+    for name in names:
+        known = getattr(builtins, name, None) if type(name) is str else None
+        if isinstance(known, type) and issubclass(known, BaseException) and known not in (BaseException, Exception):
+            try:
+                error = known(*args)
+            except TypeError:
+                error = known()
+            break
+    else:
+        error = RemoteError(str(names[0]), *args)
+    error.from_program = True
+    return error
+
+
+# Operators that an object of the program answers itself. Not equality with plain values: see remote_class.
+FORWARDED = (
+    "iter next len getitem setitem delitem contains str repr int float index abs neg add radd sub rsub mul rmul "
+    "truediv rtruediv floordiv mod pow and or xor lt le gt ge enter exit format hash"
+).split()
+
+
+def remote_class(channel):
+    """The class of the other side's objects, as seen from this side."""
+
+    class Remote:
+        __slots__ = ("_remote_id",)
+
+        def __init__(self, remote_id):
+            object.__setattr__(self, "_remote_id", remote_id)
+
+        def __call__(self, *args, **kwargs):
+            return channel.call(self._remote_id, args, kwargs)
+
+        def __getattr__(self, name):
+            return channel.decode(channel.request("get", self._remote_id, name)[0])
+
+        def __setattr__(self, name, value):
+            channel.request("set", self._remote_id, name, channel.encode(value))
+
+        # An object of the program equals nothing but another one: else it would judge itself.
+        def __eq__(self, other):
+            if not isinstance(other, Remote):
+                return False
+            if other._remote_id == self._remote_id:
+                return True
+            return method("eq")(self, other) is True
+
+        def __bool__(self):
+            return True
+
+    def method(name):
+        def forward(self, *args):
+            encoded = [channel.encode(item) for item in args]
+            return channel.decode(channel.request("method", self._remote_id, f"__{name}__", encoded)[0])
+
+        return forward
+
+    for name in FORWARDED:
+        setattr(Remote, f"__{name}__", method(name))
+    return Remote
+
+
+# The two processes
+
+
+def run_program(path):
+    """The program's process: runs it as module ``solution``, then answers until the tests are over."""
+    builtins.exit = builtins.quit = sys.exit
+    channel = Channel(socket.socket(fileno=PROGRAM_FD), trusted=False)
+    module = type(sys)("solution")
+    sys.modules["solution"] = module
+    channel.names = module.__dict__
+    with open(path, "rb") as file:
+        source = file.read()
+    channel.receive()
+    try:
+        exec(compile(source, path, "exec"), module.__dict__)
+    except BaseException as error:
+        channel.send(["raise", *channel.described_exception(error)])
+        raise
+    channel.serve("names", [])
+    while True:
+        operation, *arguments = channel.receive()
+        channel.serve(operation, arguments)
+
+
+def run_tests(path, verdict_fd):
+    """The tests' process: reads the tests from standard input, writes one true or false a test to the verdict."""
+    os.set_inheritable(verdict_fd, False)
+    with open(0, "rb") as file:
+        tests = json.load(file)
+    ours, theirs = socket.socketpair()
+    os.posix_spawn(
+        sys.executable,
+        [sys.executable, "-P", "-s", "-S", "-B", __file__, "program", path],
+        os.environ,
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_DUP2, theirs.fileno(), PROGRAM_FD),
+        ],
+    )
+    theirs.close()
+    channel = Channel(ours, trusted=True)
+    names = program_names(channel)
+    passed = [names is not None and run_test(test, dict(names)) for test in tests]
+    with open(verdict_fd, "w") as file:
+        json.dump(passed, file)
+    os._exit(0)
+
+
+def program_names(channel):
+    """What the tests can use of the program; None where its top level raised, which fails every test.
+
+    Builtins win over names of the program, and modules are the tests' own: a program that defines ``abs`` or
+    patches ``math`` changes nothing here.
+    """
+    names = {"__name__": "tests"}
+    try:
+        for name, kind, *rest in channel.request("names")[0]:
+            if hasattr(builtins, name):
+                continue
+            if kind == "module":
+                names[name] = imported(rest[0], None)
+            elif kind == "import":
+                names[name] = imported(*rest)
+            else:
+                names[name] = channel.decode(rest[0])
+    except BaseException as error:
+        print(f"the program did not load: {type(error).__name__}: {error}", file=sys.stderr)
+        return None
+    return names
+
+
+def imported(module, name):
+    """A module of the standard library, or a name of one; None for anything else."""
+    if module.split(".")[0] not in sys.stdlib_module_names:
+        return None
+    try:
+        found = __import__(module, fromlist=["_"])
+        return found if name is None else getattr(found, name)
+    except (ImportError, AttributeError):
+        return None
+
+
+def run_test(source, names):
+    try:
+        exec(compile(source, "<test>", "exec"), names)
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}"[:500], file=sys.stderr)
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.set_int_max_str_digits(0)
+    role, *given = sys.argv[1:]
+    if role == "script":
+        script(*given)
+    elif role == "program":
+        run_program(*given)
+    else:
+        run_tests(given[0], int(given[1]))
