@@ -1,7 +1,7 @@
-"""Runs inside the sandbox: a script as it is, or test code against a program in another process.
+"""Runs inside the sandbox: test code against a program in another process.
 
 The *tests* process holds the test code and the verdict's pipe; the *program* process holds the program. They talk
-over a socket: names that the tests use and do not define are the program's, calls of them are carried over, and
+over two pipes: names that the tests use and do not define are the program's, calls of them are carried over, and
 what comes back is rebuilt from plain values only. So a program cannot end the tests' process, patch its builtins,
 pass off an object that equals everything, read the expected values or write the verdict: what it can do is answer.
 
@@ -14,25 +14,10 @@ Standard library only; nothing of the package is there.
 import builtins
 import json
 import os
-import socket
-import struct
 import sys
 
-PROGRAM_FD = 4
+PROGRAM_READS, PROGRAM_WRITES = 100, 101  # above what a process has open at its start
 EXACT_TYPES = (bool, int, float, str)
-
-
-def script(path):
-    """The program as ``__main__``, with the exit and quit that Python without ``site`` lacks."""
-    builtins.exit = builtins.quit = sys.exit
-    sys.argv = [path]
-    with open(path, "rb") as file:
-        code = compile(file.read(), path, "exec")
-    names = sys.modules["__main__"].__dict__
-    for name in [name for name in names if not name.startswith("__")]:
-        del names[name]
-    names["__file__"] = path
-    exec(code, names)
 
 
 # Values between the two processes
@@ -52,26 +37,20 @@ class Channel:
     ``trusted`` is the tests' side: it does nothing for the program but call the functions it passed to it.
     """
 
-    def __init__(self, connection, trusted):
-        self.connection, self.trusted = connection, trusted
+    def __init__(self, read, write, trusted):
+        self.input, self.output, self.trusted = os.fdopen(read, "rb"), os.fdopen(write, "wb"), trusted
         self.objects = []
         self.remote = remote_class(self)
 
     def send(self, message):
-        data = json.dumps(message).encode()
-        self.connection.sendall(struct.pack("<I", len(data)) + data)
+        self.output.write(json.dumps(message).encode() + b"\n")
+        self.output.flush()
 
     def receive(self):
-        return json.loads(self._read(struct.unpack("<I", self._read(4))[0]))
-
-    def _read(self, count):
-        data = bytearray()
-        while len(data) < count:
-            chunk = self.connection.recv(min(count - len(data), 1 << 16))
-            if not chunk:
-                raise Gone("the program ended its process")
-            data += chunk
-        return bytes(data)
+        line = self.input.readline()
+        if not line.endswith(b"\n"):
+            raise Gone("the program ended its process")
+        return json.loads(line)
 
     def request(self, operation, *arguments):
         """Sends a request and serves the other side's requests until the reply is there."""
@@ -118,7 +97,10 @@ class Channel:
             return [None]
         if operation == "method":  # of the type, as an operator looks it up
             args = [self.decode(item) for item in arguments[2]]
-            return [self.encode(getattr(type(target), arguments[1])(target, *args))]
+            function = getattr(type(target), arguments[1], None)
+            if function is None:
+                raise TypeError(f"{type(target).__name__!r} object has no {arguments[1]}")
+            return [self.encode(function(target, *args))]
         raise ValueError(operation)
 
     def encode_names(self):
@@ -226,8 +208,8 @@ def rebuilt_exception(names, args):
         if isinstance(known, type) and issubclass(known, BaseException) and known not in (BaseException, Exception):
             try:
                 error = known(*args)
-            except TypeError:
-                error = known()
+            except TypeError:  # its arguments are not what its constructor takes
+                error = RemoteError(name, *args)
             break
     else:
         error = RemoteError(str(names[0]), *args)
@@ -235,11 +217,10 @@ def rebuilt_exception(names, args):
     return error
 
 
-# Operators that an object of the program answers itself. Not equality with plain values: see remote_class.
-FORWARDED = (
-    "iter next len getitem setitem delitem contains str repr int float index abs neg add radd sub rsub mul rmul "
-    "truediv rtruediv floordiv mod pow and or xor lt le gt ge enter exit format hash"
-).split()
+# What an object of the program answers itself. Where the other operand is a plain value of the tests, neither a
+# comparison nor arithmetic is among it: `abs(f(2) - 1.414) < 1e-3` would then be the program's word.
+ASKED = "iter next len getitem setitem delitem str repr int float index abs neg enter exit hash".split()
+ASKED_WITH_ANOTHER = "add sub mul truediv floordiv mod pow and or xor lt le gt ge".split()
 
 
 def remote_class(channel):
@@ -260,26 +241,28 @@ def remote_class(channel):
         def __setattr__(self, name, value):
             channel.request("set", self._remote_id, name, channel.encode(value))
 
-        # An object of the program equals nothing but another one: else it would judge itself.
         def __eq__(self, other):
             if not isinstance(other, Remote):
                 return False
-            if other._remote_id == self._remote_id:
-                return True
-            return method("eq")(self, other) is True
+            return other._remote_id == self._remote_id or ask("eq")(self, other) is True
 
         def __bool__(self):
             return True
 
-    def method(name):
-        def forward(self, *args):
+    def ask(name):
+        def asked(self, *args):
             encoded = [channel.encode(item) for item in args]
             return channel.decode(channel.request("method", self._remote_id, f"__{name}__", encoded)[0])
 
-        return forward
+        return asked
 
-    for name in FORWARDED:
-        setattr(Remote, f"__{name}__", method(name))
+    def ask_with_another(name):
+        return lambda self, other: ask(name)(self, other) if isinstance(other, Remote) else NotImplemented
+
+    for name in ASKED:
+        setattr(Remote, f"__{name}__", ask(name))
+    for name in ASKED_WITH_ANOTHER:
+        setattr(Remote, f"__{name}__", ask_with_another(name))
     return Remote
 
 
@@ -289,7 +272,7 @@ def remote_class(channel):
 def run_program(path):
     """The program's process: runs it as module ``solution``, then answers until the tests are over."""
     builtins.exit = builtins.quit = sys.exit
-    channel = Channel(socket.socket(fileno=PROGRAM_FD), trusted=False)
+    channel = Channel(PROGRAM_READS, PROGRAM_WRITES, trusted=False)
     module = type(sys)("solution")
     sys.modules["solution"] = module
     channel.names = module.__dict__
@@ -302,28 +285,33 @@ def run_program(path):
         channel.send(["raise", *channel.described_exception(error)])
         raise
     channel.serve("names", [])
-    while True:
-        operation, *arguments = channel.receive()
-        channel.serve(operation, arguments)
+    try:
+        while True:
+            operation, *arguments = channel.receive()
+            channel.serve(operation, arguments)
+    except (Gone, BrokenPipeError):
+        os._exit(0)  # the tests are over
 
 
 def run_tests(path, verdict_fd):
     """The tests' process: reads the tests from standard input, writes one true or false a test to the verdict."""
     os.set_inheritable(verdict_fd, False)
-    with open(0, "rb") as file:
+    with open(0, "rb", closefd=False) as file:
         tests = json.load(file)
-    ours, theirs = socket.socketpair()
+    (program_reads, we_write), (we_read, program_writes) = os.pipe(), os.pipe()
     os.posix_spawn(
         sys.executable,
         [sys.executable, "-P", "-s", "-S", "-B", __file__, "program", path],
         os.environ,
         file_actions=[
             (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
-            (os.POSIX_SPAWN_DUP2, theirs.fileno(), PROGRAM_FD),
+            (os.POSIX_SPAWN_DUP2, program_reads, PROGRAM_READS),
+            (os.POSIX_SPAWN_DUP2, program_writes, PROGRAM_WRITES),
         ],
     )
-    theirs.close()
-    channel = Channel(ours, trusted=True)
+    os.close(program_reads)
+    os.close(program_writes)
+    channel = Channel(we_read, we_write, trusted=True)
     names = program_names(channel)
     passed = [names is not None and run_test(test, dict(names)) for test in tests]
     with open(verdict_fd, "w") as file:
@@ -377,9 +365,7 @@ def run_test(source, names):
 if __name__ == "__main__":
     sys.set_int_max_str_digits(0)
     role, *given = sys.argv[1:]
-    if role == "script":
-        script(*given)
-    elif role == "program":
+    if role == "program":
         run_program(*given)
     else:
         run_tests(given[0], int(given[1]))

@@ -136,8 +136,8 @@ def run_program(
     Raises:
         SandboxError: the sandbox could not be set up; see ``sandbox_support``.
     """
-    files = {"/harness.py": _harness(), "/main.py": code.encode("utf-8", errors="surrogatepass")}
-    return _Run(files, ["/harness.py", "script", "/main.py"], stdin, limits or SandboxLimits(), isolation).result()
+    files = {"/boot.py": _inner("boot.py"), "/main.py": code.encode("utf-8", errors="surrogatepass")}
+    return _Run(files, ["/boot.py", "/main.py"], stdin, limits or SandboxLimits(), isolation).result()
 
 
 def run_tests(
@@ -155,7 +155,7 @@ def run_tests(
     Raises:
         SandboxError: the sandbox could not be set up.
     """
-    files = {"/harness.py": _harness(), "/main.py": code.encode("utf-8", errors="surrogatepass")}
+    files = {"/harness.py": _inner("harness.py"), "/main.py": code.encode("utf-8", errors="surrogatepass")}
     run = _Run(files, ["/harness.py", "tests", "/main.py"], json.dumps(tests), limits or SandboxLimits(), isolation)
     result = run.result(verdict=True)
     passed = [False] * len(tests)
@@ -345,9 +345,9 @@ def _interpreter_folders() -> list[str]:
     return [prefix for prefix in prefixes if prefix not in ("/", "/usr", "/usr/local")]
 
 
-@lru_cache(maxsize=1)
-def _harness() -> bytes:
-    return (_FOLDER / "harness.py").read_bytes()
+@lru_cache
+def _inner(name: str) -> bytes:
+    return (_FOLDER / name).read_bytes()
 
 
 def _can_use_unused_uids() -> bool:
