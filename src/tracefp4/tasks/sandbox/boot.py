@@ -1,11 +1,13 @@
 """Runs inside the sandbox, before a script: ``__main__`` as Python would have it, with ``site``'s exit and quit."""
 
+from __future__ import annotations
+
 import builtins
 import sys
 
 
-def _run(path):
-    builtins.exit = builtins.quit = sys.exit
+def _run(path: str) -> None:
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)
     sys.argv = [path]
     with open(path, "rb") as file:
         code = compile(file.read(), path, "exec")

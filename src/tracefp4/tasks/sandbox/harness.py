@@ -11,10 +11,17 @@ the tests pass in are updated in place after the call. Functions of the tests ca
 Standard library only; nothing of the package is there.
 """
 
+from __future__ import annotations
+
 import builtins
 import json
 import os
 import sys
+
+TYPE_CHECKING = False  # typing itself costs milliseconds
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, NoReturn
 
 PROGRAM_READS, PROGRAM_WRITES = 100, 101  # above what a process has open at its start
 EXACT_TYPES = (bool, int, float, str)
@@ -37,22 +44,23 @@ class Channel:
     ``trusted`` is the tests' side: it does nothing for the program but call the functions it passed to it.
     """
 
-    def __init__(self, read, write, trusted):
+    def __init__(self, read: int, write: int, trusted: bool) -> None:
         self.input, self.output, self.trusted = os.fdopen(read, "rb"), os.fdopen(write, "wb"), trusted
-        self.objects = []
+        self.objects: list[Any] = []
+        self.names: dict[str, Any] = {}  # of the program
         self.remote = remote_class(self)
 
-    def send(self, message):
+    def send(self, message: Any) -> None:
         self.output.write(json.dumps(message).encode() + b"\n")
         self.output.flush()
 
-    def receive(self):
+    def receive(self) -> Any:
         line = self.input.readline()
         if not line.endswith(b"\n"):
             raise Gone("the program ended its process")
         return json.loads(line)
 
-    def request(self, operation, *arguments):
+    def request(self, operation: str, *arguments: Any) -> Any:
         """Sends a request and serves the other side's requests until the reply is there."""
         try:
             self.send([operation, *arguments])
@@ -68,7 +76,7 @@ class Channel:
                 raise
             raise Gone(f"the program's answer cannot be read ({type(error).__name__})") from None
 
-    def serve(self, operation, arguments):
+    def serve(self, operation: str, arguments: list[Any]) -> None:
         try:
             reply = ["value", *self.perform(operation, arguments)]
         except Gone:
@@ -77,7 +85,7 @@ class Channel:
             reply = ["raise", *self.described_exception(error)]
         self.send(reply)
 
-    def perform(self, operation, arguments):
+    def perform(self, operation: str, arguments: list[Any]) -> list[Any]:
         if operation == "call":
             target, args, kwargs = arguments
             args = [self.decode(item) for item in args]
@@ -103,7 +111,7 @@ class Channel:
             return [self.encode(function(target, *args))]
         raise ValueError(operation)
 
-    def encode_names(self):
+    def encode_names(self) -> list[Any]:
         """The program's global names; a module is only named, as the tests import their own."""
         found = []
         for name, value in self.names.items():
@@ -117,15 +125,16 @@ class Channel:
                 found.append([name, "value", self.encode(value)])
         return found
 
-    def encode(self, value):
+    def encode(self, value: Any) -> Any:
         kind = type(value)
         if value is None or kind in EXACT_TYPES:
             return value
         if isinstance(value, self.remote):
             return ["yours", object.__getattribute__(value, "_remote_id")]
-        for base, tag in ((list, "list"), (tuple, "tuple"), (set, "set"), (frozenset, "frozenset")):
-            if kind is base or (kind is not base and isinstance(value, base) and not self.trusted):
-                return [tag, [self.encode(item) for item in base.__iter__(value)]]
+        for sequence in (list, tuple, set, frozenset):
+            if isinstance(value, sequence):  # of a subclass too: as equal to the plain value as the value itself
+                items = sequence.__iter__(value)  # type: ignore[arg-type]
+                return [sequence.__name__, [self.encode(item) for item in items]]
         if isinstance(value, dict):
             return ["dict", [[self.encode(k), self.encode(v)] for k, v in dict.items(value)]]
         if isinstance(value, bytes | bytearray):
@@ -134,7 +143,7 @@ class Channel:
             return ["complex", value.real, value.imag]
         if kind is range:
             return ["range", value.start, value.stop, value.step]
-        for base in EXACT_TYPES:  # IntEnum and the like: as equal to the plain value as the value itself
+        for base in EXACT_TYPES:  # IntEnum and the like
             if isinstance(value, base):
                 return base.__str__(value) if base is str else base(value)
         if kind.__module__ in ("fractions", "decimal") and kind.__name__ in ("Fraction", "Decimal"):
@@ -142,7 +151,7 @@ class Channel:
         self.objects.append(value)
         return ["mine", len(self.objects) - 1]
 
-    def decode(self, item):
+    def decode(self, item: Any) -> Any:
         if item is None or type(item) in EXACT_TYPES:
             return item
         tag, *rest = item
@@ -151,7 +160,7 @@ class Channel:
         if tag == "dict":
             return {self.decode(key): self.decode(value) for key, value in rest[0]}
         if tag in ("bytes", "bytearray"):
-            return {"bytes": bytes, "bytearray": bytearray}[tag].fromhex(rest[0])
+            return bytes.fromhex(rest[0]) if tag == "bytes" else bytearray.fromhex(rest[0])
         if tag == "complex":
             return complex(*rest)
         if tag == "range":
@@ -170,14 +179,14 @@ class Channel:
             return self.objects[rest[0]]
         raise ValueError(tag)
 
-    def described_exception(self, error):
+    def described_exception(self, error: BaseException) -> list[Any]:
         names = [base.__name__ for base in type(error).__mro__]
         try:
             return [names, [self.encode(item) for item in error.args]]
         except Exception:
             return [names, []]
 
-    def call(self, target, args, kwargs):
+    def call(self, target: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         encoded = [self.encode(item) for item in args], [[k, self.encode(v)] for k, v in kwargs.items()]
         result, changed = self.request("call", target, *encoded)
         for original, item in zip([*args, *kwargs.values()], changed, strict=True):
@@ -186,11 +195,11 @@ class Channel:
         return self.decode(result)
 
 
-def is_mutable(value):
+def is_mutable(value: Any) -> bool:
     return type(value) in (list, dict, set, bytearray)
 
 
-def update(original, value):
+def update(original: Any, value: Any) -> None:
     """Takes over what a call did to an argument; a list keeps its identity."""
     if type(value) is not type(original):
         raise Gone("the program's answer cannot be read (an argument changed its type)")
@@ -201,7 +210,7 @@ def update(original, value):
         original.update(value)
 
 
-def rebuilt_exception(names, args):
+def rebuilt_exception(names: list[str], args: list[Any]) -> BaseException:
     """The nearest built-in exception of that name, so that ``except ValueError`` works; else RemoteError."""
     for name in names:
         known = getattr(builtins, name, None) if type(name) is str else None
@@ -213,50 +222,52 @@ def rebuilt_exception(names, args):
             break
     else:
         error = RemoteError(str(names[0]), *args)
-    error.from_program = True
+    error.from_program = True  # type: ignore[attr-defined]
     return error
 
 
 # What an object of the program answers itself. Where the other operand is a plain value of the tests, neither a
 # comparison nor arithmetic is among it: `abs(f(2) - 1.414) < 1e-3` would then be the program's word.
-ASKED = "iter next len getitem setitem delitem str repr int float index abs neg enter exit hash".split()
-ASKED_WITH_ANOTHER = "add sub mul truediv floordiv mod pow and or xor lt le gt ge".split()
+ASKED = ("iter", "next", "len", "getitem", "setitem", "delitem", "str", "repr", "int", "float", "index", "abs", "neg",
+         "enter", "exit", "hash")  # fmt: skip
+ASKED_WITH_ANOTHER = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lt", "le", "gt",
+                      "ge")  # fmt: skip
 
 
-def remote_class(channel):
+def remote_class(channel: Channel) -> type:
     """The class of the other side's objects, as seen from this side."""
 
     class Remote:
         __slots__ = ("_remote_id",)
 
-        def __init__(self, remote_id):
+        def __init__(self, remote_id: int) -> None:
             object.__setattr__(self, "_remote_id", remote_id)
 
-        def __call__(self, *args, **kwargs):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return channel.call(self._remote_id, args, kwargs)
 
-        def __getattr__(self, name):
+        def __getattr__(self, name: str) -> Any:
             return channel.decode(channel.request("get", self._remote_id, name)[0])
 
-        def __setattr__(self, name, value):
+        def __setattr__(self, name: str, value: Any) -> None:
             channel.request("set", self._remote_id, name, channel.encode(value))
 
-        def __eq__(self, other):
+        def __eq__(self, other: object) -> bool:
             if not isinstance(other, Remote):
                 return False
             return other._remote_id == self._remote_id or ask("eq")(self, other) is True
 
-        def __bool__(self):
+        def __bool__(self) -> bool:
             return True
 
-    def ask(name):
-        def asked(self, *args):
+    def ask(name: str) -> Callable[..., Any]:
+        def asked(self: Any, *args: Any) -> Any:
             encoded = [channel.encode(item) for item in args]
             return channel.decode(channel.request("method", self._remote_id, f"__{name}__", encoded)[0])
 
         return asked
 
-    def ask_with_another(name):
+    def ask_with_another(name: str) -> Callable[..., Any]:
         return lambda self, other: ask(name)(self, other) if isinstance(other, Remote) else NotImplemented
 
     for name in ASKED:
@@ -269,9 +280,9 @@ def remote_class(channel):
 # The two processes
 
 
-def run_program(path):
+def run_program(path: str) -> NoReturn:
     """The program's process: runs it as module ``solution``, then answers until the tests are over."""
-    builtins.exit = builtins.quit = sys.exit
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)
     channel = Channel(PROGRAM_READS, PROGRAM_WRITES, trusted=False)
     module = type(sys)("solution")
     sys.modules["solution"] = module
@@ -293,7 +304,7 @@ def run_program(path):
         os._exit(0)  # the tests are over
 
 
-def run_tests(path, verdict_fd):
+def run_tests(path: str, verdict_fd: int) -> NoReturn:
     """The tests' process: reads the tests from standard input, writes one true or false a test to the verdict."""
     os.set_inheritable(verdict_fd, False)
     with open(0, "rb", closefd=False) as file:
@@ -319,13 +330,13 @@ def run_tests(path, verdict_fd):
     os._exit(0)
 
 
-def program_names(channel):
+def program_names(channel: Channel) -> dict[str, Any] | None:
     """What the tests can use of the program; None where its top level raised, which fails every test.
 
     Builtins win over names of the program, and modules are the tests' own: a program that defines ``abs`` or
     patches ``math`` changes nothing here.
     """
-    names = {"__name__": "tests"}
+    names: dict[str, Any] = {"__name__": "tests"}
     try:
         for name, kind, *rest in channel.request("names")[0]:
             if hasattr(builtins, name):
@@ -342,7 +353,7 @@ def program_names(channel):
     return names
 
 
-def imported(module, name):
+def imported(module: str, name: str | None) -> Any:
     """A module of the standard library, or a name of one; None for anything else."""
     if module.split(".")[0] not in sys.stdlib_module_names:
         return None
@@ -353,7 +364,7 @@ def imported(module, name):
         return None
 
 
-def run_test(source, names):
+def run_test(source: str, names: dict[str, Any]) -> bool:
     try:
         exec(compile(source, "<test>", "exec"), names)
     except BaseException as error:

@@ -17,7 +17,7 @@ import resource
 import select
 import signal
 
-import seccomp  # type: ignore[import-not-found]
+import seccomp
 
 TYPE_CHECKING = False  # typing itself costs milliseconds
 if TYPE_CHECKING:
@@ -140,7 +140,9 @@ def _launch_weak(spec: dict[str, Any], status_fd: int) -> None:
         return
 
 
-def _watch(pid: int, spec: dict[str, Any], status_fd: int, kill: Callable[[], None], limit_processes: bool = False) -> None:
+def _watch(
+    pid: int, spec: dict[str, Any], status_fd: int, kill: Callable[[], None], limit_processes: bool = False
+) -> None:
     """Returns when ``pid`` ended; kills it on SIGTERM, and when all its descendants together hold too much memory."""
     stop_read, stop_write = os.pipe()
     signal.signal(signal.SIGTERM, lambda *_: os.write(stop_write, b"x"))
