@@ -20,8 +20,8 @@ _NUMBER = re.compile(
     rf"""(?<![\w.])                       # not the tail of a word or of another number
     (?P<sign>[-+\u2212]?)\s?(?P<currency>[$€£¥]|\\\$)?\s?(?P<inner>[-+\u2212]?)
     (?:\\[dt]?frac\{{(?P<top>{_PLAIN})\}}\{{(?P<bottom>{_PLAIN})\}}
-      |(?P<number>{_PLAIN})(?:[eE](?P<exponent>[-+]?\d{1, 9})|\s?/\s?(?P<over>{_PLAIN}))?)
-    (?P<percent>\s?\\?%)?(?![\w])""",
+      |(?P<number>{_PLAIN})(?:[eE](?P<exponent>[-+]?\d{{1,400}})|\s?/\s?(?P<over>{_PLAIN}))?)
+    (?P<percent>\s?\\?%)?(?!\d)""",
     re.VERBOSE,
 )
 _SIGNS = {"": 1, "+": 1, "-": -1, "\u2212": -1}
@@ -33,10 +33,10 @@ def last_number(text: str, percent: bool = False) -> Fraction | None:
     None where there is none, or where the last one is a fraction over zero or has over 400 digits. NaN and infinity
     are words here. ``percent`` divides what carries a percent sign by 100.
     """
-    value = None
+    last = None
     for found in _NUMBER.finditer(text):
-        value = _value(found, percent)
-    return value
+        last = found
+    return None if last is None else _value(last, percent)
 
 
 def _value(found: re.Match[str], percent: bool) -> Fraction | None:

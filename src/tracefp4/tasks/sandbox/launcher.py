@@ -129,7 +129,7 @@ def _launch_weak(spec: dict[str, Any], status_fd: int) -> None:
     if pid == 0:
         _become_program(spec, status_fd, scratch)
     _say(status_fd, "started")
-    _watch(pid, spec, status_fd, lambda: _kill_descendants(), limit_processes=True)
+    _watch(pid, spec, status_fd, _kill_descendants)
     _, code = os.waitpid(pid, 0)
     _say(status_fd, _ending(code))
     try:
@@ -143,7 +143,7 @@ def _launch_weak(spec: dict[str, Any], status_fd: int) -> None:
 def _watch(
     pid: int, spec: dict[str, Any], status_fd: int, kill: Callable[[], None], limit_processes: bool = False
 ) -> None:
-    """Returns when ``pid`` ended; kills it on SIGTERM, and when all its descendants together hold too much memory."""
+    """Returns when ``pid`` ended; kills it on SIGTERM, and when its descendants are too many or hold too much memory."""
     stop_read, stop_write = os.pipe()
     signal.signal(signal.SIGTERM, lambda *_: os.write(stop_write, b"x"))
     handle = os.pidfd_open(pid)
@@ -153,7 +153,8 @@ def _watch(
         if handle in ready:
             break
         processes = _descendants(pid)
-        too_many = limit_processes and len(processes) > spec["processes"]
+        # RLIMIT_NPROC does this, but not to the machine's own root, nor where other processes share the user.
+        too_many = len(processes) > spec["processes"] + 1
         too_big = sum(map(_resident_bytes, processes)) > limit and sum(map(_share_bytes, processes)) > limit
         if too_big:
             _say(status_fd, "memory")
@@ -303,10 +304,11 @@ def _become_program(spec: dict[str, Any], status_fd: int, scratch: str) -> NoRet
             os.setgroups([])
             os.setresgid(spec["uid"], spec["uid"], spec["uid"])
             os.setresuid(spec["uid"], spec["uid"], spec["uid"])
+        _die_with_parent()  # again: changing the user forgets it
         seccomp.install(libc)
         os.execve(spec["command"][0], spec["command"], spec["environment"] | {"HOME": scratch, "TMPDIR": scratch})
-    except OSError as error:
-        _say(status_fd, f"fail {error.filename or ''} {error.strerror}")
+    except BaseException as error:
+        _say(status_fd, f"fail {getattr(error, 'filename', None) or ''} {getattr(error, 'strerror', None) or error}")
     finally:
         os._exit(127)
 
@@ -314,7 +316,7 @@ def _become_program(spec: dict[str, Any], status_fd: int, scratch: str) -> NoRet
 def _limit(spec: dict[str, Any]) -> None:
     limits = {
         resource.RLIMIT_AS: spec["memory_mb"] << 20,
-        resource.RLIMIT_CPU: int(spec["seconds"]) + 1,
+        resource.RLIMIT_CPU: int(spec["seconds"]) + 2,
         resource.RLIMIT_FSIZE: spec["file_kb"] << 10,
         resource.RLIMIT_NOFILE: OPEN_FILES,
         resource.RLIMIT_STACK: STACK_BYTES,
@@ -329,7 +331,9 @@ def _limit(spec: dict[str, Any]) -> None:
     for limit, value in limits.items():
         hard = resource.getrlimit(limit)[1]
         bound = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(limit, (bound, bound))
+        # A second between the two: at the soft limit comes SIGXCPU, which tells it from other kills.
+        soft = bound - 1 if limit == resource.RLIMIT_CPU else bound
+        resource.setrlimit(limit, (soft, bound))
 
 
 # Small things
