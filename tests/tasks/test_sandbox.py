@@ -590,19 +590,18 @@ def test_the_way_of_a_user_without_root(monkeypatch, unharmed):
     bomb = ended("import os, time\nfor i in range(20): os.fork() or time.sleep(3)\ntime.sleep(1)")
     assert bomb.status == "killed" or "Resource temporarily unavailable" in bomb.stderr
     assert verdict(PASSING, "assert double(2) == 4") == [True]
-    assert ended("import os\nos.kill(-1, 9)").status in ("killed", "ok")
+    assert "ProcessLookupError" in ended("import os\nos.kill(-1, 9)").stderr
 
 
 def test_weak_isolation_still_limits(monkeypatch, unharmed):
     system = Path("/usr/bin/python3").resolve()
     if os.geteuid() == 0 and not others_can_run(run._interpreter()) and others_can_run(system):
         monkeypatch.setattr(run, "_interpreter", lambda: str(system))  # root's own is out of reach for other users
-    try:
-        result = run_program("print(input())", "x", QUICK, "weak")
-    except SandboxError as error:
-        assert "Permission denied" in str(error)
-        assert not others_can_run(run._interpreter())
+    if os.geteuid() == 0 and not others_can_run(run._interpreter()):
+        with pytest.raises(SandboxError, match="Permission denied"):
+            run_program("pass", "", QUICK, "weak")
         return
+    result = run_program("print(input())", "x", QUICK, "weak")
     assert (result.status, result.stdout) == ("ok", "x\n")
     assert run_program("while True: pass", "", QUICK, "weak").status == "timeout"
     assert run_program("x = bytearray(10 << 30)", "", QUICK, "weak").status == "memory"

@@ -140,10 +140,8 @@ def _launch_weak(spec: dict[str, Any], status_fd: int) -> None:
         return
 
 
-def _watch(
-    pid: int, spec: dict[str, Any], status_fd: int, kill: Callable[[], None], limit_processes: bool = False
-) -> None:
-    """Returns when ``pid`` ended; kills it on SIGTERM, and when its descendants are too many or hold too much memory."""
+def _watch(pid: int, spec: dict[str, Any], status_fd: int, kill: Callable[[], None]) -> None:
+    """Returns when ``pid`` ended; kills it on SIGTERM, and when its descendants are too many or too big."""
     stop_read, stop_write = os.pipe()
     signal.signal(signal.SIGTERM, lambda *_: os.write(stop_write, b"x"))
     handle = os.pidfd_open(pid)
