@@ -143,5 +143,5 @@ def test_order_holds_with_many_workers(isolated):
 
 def test_no_start_without_isolation(monkeypatch):
     monkeypatch.setattr(run, "sandbox_support", lambda: SandboxSupport(("net namespace",)))
-    with pytest.raises(TracefpError, match='lacks: net namespace; .* check.isolation = "weak"'):
+    with pytest.raises(TracefpError, match=r'lacks: net namespace; .* check.isolation = "weak"'):
         make_check(CheckConfig(kind="program"))

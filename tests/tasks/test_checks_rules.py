@@ -4,7 +4,7 @@ import time
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tracefp4.config import ConfigError, StrictModel, load_config
@@ -227,6 +227,7 @@ def test_no_response_makes_the_search_slow():
     assert time.monotonic() - start < 10
 
 
+@settings(max_examples=25, deadline=None)
 @given(st.text(max_size=80))
 def test_rules_never_raise_on_a_response(text):
     for kind in ("exact", "numeric"):

@@ -111,6 +111,8 @@ class WorkerPool:
             for worker in self._alive:
                 worker.kill()
         self._pool.close()
+        while self._alive:  # no thread is left that could use them
+            self._alive.pop().reap()
 
     def _run_one(self, job: Any) -> Outcome:
         worker = self._worker()
@@ -168,6 +170,10 @@ class _Worker:
                 pass_fds=[job_read, reply_write],
                 start_new_session=True,
             )
+        except OSError as error:
+            os.close(self._write)
+            os.close(self._read)
+            raise CheckError(f"a worker process of the check could not be started: {error.strerror}") from None
         finally:
             os.close(job_read)
             os.close(reply_write)

@@ -15,7 +15,7 @@ from tracefp4.tasks.checks.config import CheckConfig
 from tracefp4.tasks.checks.extract import extract, first_of
 from tracefp4.tasks.checks.pool import WorkerPool
 
-_MAX_ANSWER = 2000
+_MAX_ANSWER = 1000
 """Characters of an extracted answer; a longer one scores 0 unread."""
 _TAIL = 4000
 r"""Characters at a response's end that are searched for the last expression where nothing marks the answer."""
