@@ -2,6 +2,8 @@
 
 import json
 import os
+import threading
+import time
 
 import pytest
 
@@ -145,3 +147,19 @@ def test_no_start_without_isolation(monkeypatch):
     monkeypatch.setattr(run, "sandbox_support", lambda: SandboxSupport(("net namespace",)))
     with pytest.raises(TracefpError, match=r'lacks: net namespace; .* check.isolation = "weak"'):
         make_check(CheckConfig(kind="program"))
+
+
+def test_a_close_does_not_wait_for_programs_that_run(isolated):
+    check = make_check(CheckConfig(kind="program", timeout=60))
+    scores = []
+    prompt = Prompt("p", "", json.dumps([{"input": "", "output": ""}]))
+    thread = threading.Thread(target=lambda: scores.extend(check.score_batch([prompt], ["while True: pass"])))
+    thread.start()
+    time.sleep(0.3)
+    start = time.monotonic()
+    check.close()
+    thread.join()
+    assert time.monotonic() - start < 5
+    assert scores in ([], [0.0])
+    with pytest.raises(TracefpError, match="closed"):
+        check.score_batch([prompt], ["1"])

