@@ -1,0 +1,84 @@
+"""Kind ``math``: math-verify says whether the answer equals the reference, in workers with a time limit of ours.
+
+Math-verify's own limits are alarms, which work in a process's main thread only and never stop a comparison that
+stays inside C code; here they are off and a worker that does not answer is killed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tracefp4.tasks.base import Prompt
+from tracefp4.tasks.checks.base import Check, CheckError
+from tracefp4.tasks.checks.config import CheckConfig
+from tracefp4.tasks.checks.extract import extract, first_of
+from tracefp4.tasks.checks.pool import WorkerPool
+
+_MAX_ANSWER = 1000
+"""Characters of an extracted answer; a longer one scores 0 unread."""
+_TAIL = 4000
+r"""Characters at a response's end that are searched for the last expression where nothing marks the answer."""
+
+
+class MathCheck(Check):
+    r"""1.0 where the answer equals the reference, else 0.0.
+
+    With ``extract = "auto"`` the answer is the last ``\boxed{}``, else what follows the last marker, else the
+    ``<answer>`` tag, else the last expression that math-verify finds.
+    """
+
+    def __init__(self, config: CheckConfig) -> None:
+        super().__init__(config)
+        self._pool = WorkerPool("math", {"float_rounding": config.float_rounding}, config.workers, config.seconds)
+        self._usable: set[str] = set()
+
+    def validate(self, prompts: Sequence[Prompt]) -> None:
+        """TracefpError that names the first problem whose reference answer math-verify cannot read."""
+        new = [p for p in {p.answer: p for p in reversed(prompts)}.values() if p.answer not in self._usable]
+        outcomes = self._pool.run([{"gold": self._gold(p.answer), "answer": None} for p in new])
+        readable = {p.answer: o for p, o in zip(new, outcomes, strict=True)}
+        self._usable |= {answer for answer, outcome in readable.items() if outcome.value is True}
+        for prompt in prompts:
+            if prompt.answer not in self._usable:
+                outcome = readable[prompt.answer]
+                why = "took too long to read" if outcome.kind == "timeout" else "cannot be read by math-verify"
+                raise CheckError(
+                    f'the answer of problem {prompt.id}, {prompt.answer!r}, {why}; mend it, or use kind = "exact"'
+                )
+
+    def score_batch(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+        self.validate(prompts)
+        answers = [self._answer(text) for text in responses]
+        pairs = list(zip(prompts, answers, strict=True))
+        jobs: list[dict[str, Any]] = [
+            {"gold": self._gold(p.answer), "answer": answer} for p, answer in pairs if answer is not None
+        ]
+        outcomes = iter(self._pool.run(jobs))
+        scores = []
+        for answer in answers:
+            outcome = next(outcomes) if answer is not None else None
+            if outcome is not None and outcome.kind != "value":
+                self.counts["timeouts" if outcome.kind == "timeout" else "errors"] += 1
+            scores.append(float(outcome is not None and outcome.value is True))
+        return scores
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _gold(self, text: str) -> list[str]:
+        found = first_of(text, self.config.marker)
+        return _readings(text if found is None else found)
+
+    def _answer(self, text: str) -> list[str] | None:
+        where = self.config.extract
+        found = first_of(text, self.config.marker) if where == "auto" else extract(text, where, self.config.marker)
+        if found is None:
+            return [text[-_TAIL:]] if where == "auto" else None
+        return _readings(found) if 0 < len(found) <= _MAX_ANSWER else None
+
+
+def _readings(answer: str) -> list[str]:
+    """Texts to hand to math-verify, the first that parses counts: as LaTeX, then as it is written."""
+    bare = answer.strip().strip("$").strip()
+    return [f"\\boxed{{{bare}}}", f"${bare}$", answer]
