@@ -19,8 +19,8 @@ from typing import Literal
 AnswerFormat = Literal["auto", "hashes", "answer_tag", "boxed", "last_line"]
 
 INSTRUCTIONS: dict[str, str] = {
-    "auto": "End with a line that holds #### and then the final answer alone.",
-    "hashes": "End with a line that holds #### and then the final answer alone.",
+    "auto": "End with #### and then the final answer alone.",
+    "hashes": "End with #### and then the final answer alone.",
     "answer_tag": "Write the final answer, and nothing else, between <answer> and </answer>.",
     "boxed": "Write the final answer within \\boxed{}.",
     "last_line": "Write the final answer alone on the last line.",
@@ -28,21 +28,25 @@ INSTRUCTIONS: dict[str, str] = {
 """The sentence that asks the policy for each format."""
 
 
-def extract_answer(text: str, answer_format: AnswerFormat = "auto") -> str | None:
+def extract_answer(text: str, answer_format: AnswerFormat = "auto", lines: bool = False) -> str | None:
     """The final answer within ``text``, stripped; None where it has none in that format. Never raises.
+
+    lines: an answer may have several lines, such as a grid: then all that follows ``####`` belongs to it.
 
     >>> extract_answer("12 + 30 = 42\\n#### 42")
     '42'
     """
-    if answer_format == "auto":
-        found = (_FINDERS[name](text) for name in ("hashes", "answer_tag", "boxed", "last_line"))
-        return next((answer for answer in found if answer is not None), None)
-    return _FINDERS[answer_format](text)
+    order = ("hashes", "answer_tag", "boxed", "last_line") if answer_format == "auto" else (answer_format,)
+    for name in order:
+        answer = _hashes(text, lines) if name == "hashes" else _FINDERS[name](text)
+        if answer is not None:
+            return answer
+    return None
 
 
-def _hashes(text: str) -> str | None:
+def _hashes(text: str, lines: bool) -> str | None:
     _, marker, after = text.rpartition("####")
-    answer = after.split("\n", 1)[0].strip()
+    answer = (after if lines else after.split("\n", 1)[0]).strip()
     return answer if marker and answer else None
 
 
@@ -70,4 +74,4 @@ def _last_line(text: str) -> str | None:
     return next((line.strip() for line in reversed(text.split("\n")) if line.strip()), None)
 
 
-_FINDERS = {"hashes": _hashes, "answer_tag": _answer_tag, "boxed": _boxed, "last_line": _last_line}
+_FINDERS = {"answer_tag": _answer_tag, "boxed": _boxed, "last_line": _last_line}

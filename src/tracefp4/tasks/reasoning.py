@@ -101,7 +101,7 @@ class ReasoningGym:
         0.0 without asking the library: no answer, one of more than 4096 characters, and one that would keep a
         computer algebra system busy (towers of powers, factorials), unless it is the reference itself.
         """
-        answer = extract_answer(response_text, self.config.answer_format)
+        answer = extract_answer(response_text, self.config.answer_format, lines="\n" in prompt.answer)
         if answer is None or len(answer) > MAX_ANSWER_LENGTH:
             return 0.0
         if _ENDLESS.search(answer) and answer != prompt.answer:
@@ -136,7 +136,7 @@ class ReasoningGym:
                         f"the family {family} has too few distinct problems under these settings: change "
                         f"task.options.{family}, lower task.weights.{family}, or ask for fewer"
                     )
-                item = sources[family][drawn[family]]
+                item = _item(family, sources[family], drawn[family])
                 drawn[family] += 1
                 text = self._asked(item["question"])
                 if text not in seen:
@@ -155,12 +155,23 @@ class ReasoningGym:
 
     def _check(self, name: str) -> None:
         """A family whose scorer refuses its own answer, or that cannot repeat a problem, would spoil a run."""
-        first, again = self._scorers[name][0], self._family(name, TEST_SEED, 1)[0]
+        first, again = _item(name, self._scorers[name], 0), _item(name, self._family(name, TEST_SEED, 1), 0)
         if first["question"] != again["question"]:
             raise TracefpError(f"the family {name} gives other problems each time, so that no run could be resumed")
         # A few families have many right answers and name none.
         if first["answer"] is not None and self._scorers[name].score_answer(first["answer"], first) < 1.0:
             raise TracefpError(f"the family {name} does not give full marks to its own reference answer")
+
+
+def _item(family: str, dataset: Any, index: int) -> dict[str, Any]:
+    try:
+        item: dict[str, Any] = dataset[index]
+    except Exception as error:  # the library's generators fail in ways of their own where options do not fit together
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise TracefpError(
+            f"the family {family} cannot make a problem; change task.options.{family}: {reason}"
+        ) from error
+    return item
 
 
 def _prompt(prompt_id: str, text: str, family: str, item: dict[str, Any]) -> Prompt:

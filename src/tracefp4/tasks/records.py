@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -179,9 +180,9 @@ def _form(reference: Any) -> ReferenceForm:
 
 def _reference(row: Row, layout: Layout, answer: Any) -> str:
     name = layout.answer or layout.prompt
-    if isinstance(answer, int):
+    if isinstance(answer, int) and not isinstance(answer, bool):
         return str(answer)
-    if isinstance(answer, float):
+    if isinstance(answer, float) and math.isfinite(answer):
         return str(int(answer)) if answer.is_integer() else repr(answer)
     text = _checked_text(row, name, answer).strip()
     if layout.form == "plain":
@@ -275,7 +276,7 @@ def _kind(value: Any) -> str:
     if isinstance(value, bool):
         return "true or false"
     if isinstance(value, int | float):
-        return "a number"
+        return "a number" if math.isfinite(value) else str(value)
     return {str: "text", list: "a list", dict: "an object", type(None): "null"}.get(type(value), type(value).__name__)
 
 
