@@ -133,9 +133,8 @@ def make_encoder(tokenizer: Any, config: RunConfig) -> PromptEncoder:
     if room < max(1, s.max_prompt_tokens):
         asked = f"sampling.max_prompt_tokens {s.max_prompt_tokens} + " if s.max_prompt_tokens else ""
         raise TracefpError(
-            f"{asked}sampling.max_new_tokens {s.max_new_tokens} leave no room in rollout.max_model_len {limit} "
-            f"({'their sum may not exceed it' if asked else 'a prompt needs at least one token'}): raise "
-            "rollout.max_model_len or lower the others"
+            f"{asked}sampling.max_new_tokens {s.max_new_tokens} {'exceed' if asked else 'leaves no room for a prompt in'} "
+            f"rollout.max_model_len {limit}: raise it, or allow fewer tokens"
         )
     return PromptEncoder(tokenizer, s.max_prompt_tokens or room, s.overlong_prompts, s.chat_template)
 
