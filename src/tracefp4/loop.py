@@ -131,11 +131,12 @@ def make_encoder(tokenizer: Any, config: RunConfig) -> PromptEncoder:
     s, limit = config.sampling, config.rollout.max_model_len
     room = limit - s.max_new_tokens
     if room < max(1, s.max_prompt_tokens):
-        asked = f"sampling.max_prompt_tokens {s.max_prompt_tokens} + " if s.max_prompt_tokens else ""
-        raise TracefpError(
-            f"{asked}sampling.max_new_tokens {s.max_new_tokens} {'exceed' if asked else 'leaves no room for a prompt in'} "
-            f"rollout.max_model_len {limit}: raise it, or allow fewer tokens"
-        )
+        what = f"sampling.max_new_tokens {s.max_new_tokens} leaves no room for a prompt in"
+        if s.max_prompt_tokens:
+            what = (
+                f"sampling.max_prompt_tokens {s.max_prompt_tokens} + sampling.max_new_tokens {s.max_new_tokens} exceed"
+            )
+        raise TracefpError(f"{what} rollout.max_model_len {limit}: raise it, or allow fewer tokens")
     return PromptEncoder(tokenizer, s.max_prompt_tokens or room, s.overlong_prompts, s.chat_template)
 
 
