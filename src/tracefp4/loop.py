@@ -30,7 +30,7 @@ from tracefp4.nn.loading import load_policy
 from tracefp4.report import RunLogger, progress, write_json_atomic
 from tracefp4.report.provenance import provenance
 from tracefp4.rollout.engine import RolloutConfig, RolloutEngine
-from tracefp4.tasks import AnyTaskConfig, Prompt, PromptEncoder, Task, make_task, score_all
+from tracefp4.tasks import AnyTaskConfig, CountingTask, Prompt, PromptEncoder, Task, make_task, score_all
 from tracefp4.tasks.running_sums import RunningSumsConfig
 from tracefp4.train.checkpoint import check_config, load_latest, save_state
 from tracefp4.train.trainer import GRPOTrainer, TrainConfig
@@ -287,6 +287,8 @@ class TrainingRun:
             for i, (t, reward) in enumerate(zip(trajectories, self.score(asked, trajectories), strict=True)):
                 t.group, t.reward = i // n, reward
             metrics = self._rollout_metrics(trajectories)
+            if isinstance(self.task, CountingTask):
+                metrics |= self.task.metrics()
             metrics |= {
                 "prompt/dropped": float(len(asked_for) - len(prompts)),
                 "prompt/truncated": float(truncated),

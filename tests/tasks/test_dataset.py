@@ -12,6 +12,7 @@ from tracefp4.errors import TracefpError
 from tracefp4.tasks import BatchScorer, Task, make_task
 from tracefp4.tasks.checks import CheckConfig
 from tracefp4.tasks.dataset import DatasetConfig, DatasetTask
+from tracefp4.tasks.records import load_problems
 
 WORD_SUMS = Path(__file__).parents[1] / "data" / "word_sums.jsonl"
 
@@ -99,6 +100,32 @@ def test_fields_by_name_template_and_system_message() -> None:
     )
     chat = only([{"talk": CHAT, "answer": "2"}], messages_field="talk", template="Q: {prompt}", system="unused")
     assert [m["content"] for m in chat.messages] == ["Be brief.", "Q: 1+1?"]
+
+
+@pytest.mark.parametrize("answer", [{}, {"answer": None}])
+def test_a_check_by_function_needs_no_answers(answer: dict[str, Any]) -> None:
+    Path("rewards.py").write_text(
+        "def score(prompt, response):\n    return float(len(response) == prompt.metadata['length'])\n"
+    )
+    check = CheckConfig(kind="python", function="rewards.py:score")
+    made = DatasetConfig(path="a.jsonl", check=check)
+    Path("a.jsonl").write_text(json.dumps({"prompt": "Write.", "length": 3, **answer}) + "\n")
+    assert not made.needs_answer
+    if answer:
+        with pytest.raises(TracefpError, match="answer is null"):
+            load_problems(made)
+        return
+    (prompt,) = load_problems(made).train
+    assert (prompt.answer, prompt.metadata) == ("", {"length": 3})
+    with pytest.raises(TracefpError, match=r"name one in task\.answer_field"):
+        load_problems(DatasetConfig(path="a.jsonl"))
+
+
+def test_tests_in_the_answer_field_are_json() -> None:
+    tests = [{"input": "1", "output": "2"}]
+    Path("a.jsonl").write_text(json.dumps({"prompt": "Double.", "answer": tests}) + "\n")
+    (prompt,) = load_problems(DatasetConfig(path="a.jsonl", check=CheckConfig(kind="program"))).train
+    assert json.loads(prompt.answer) == tests
 
 
 def test_csv_columns_are_text() -> None:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from tracefp4.config import default_name, did_you_mean
 from tracefp4.errors import TracefpError
-from tracefp4.tasks.base import BatchScorer, Prompt, SolvedTask, Task, TaskConfig, ToolTask, score_all
+from tracefp4.tasks.base import BatchScorer, CountingTask, Prompt, SolvedTask, Task, TaskConfig, ToolTask, score_all
 from tracefp4.tasks.calculator import Calculator, CalculatorConfig
 from tracefp4.tasks.dataset import DatasetConfig, DatasetTask
 from tracefp4.tasks.encode import PromptEncoder
@@ -21,6 +21,7 @@ __all__ = [
     "TASKS",
     "AnyTaskConfig",
     "BatchScorer",
+    "CountingTask",
     "Prompt",
     "PromptEncoder",
     "SolvedTask",

@@ -39,7 +39,7 @@ class Prompt:
 class Task(Protocol):
     """A source of verifiable problems; every method is a pure function of the config and its arguments.
 
-    A task may also be a ``BatchScorer``, a ``ToolTask`` or a ``SolvedTask``.
+    A task may also be a ``BatchScorer``, a ``ToolTask``, a ``CountingTask`` or a ``SolvedTask``.
     """
 
     def train_prompts(self, step: int, n: int) -> list[Prompt]:
@@ -78,6 +78,15 @@ class ToolTask(Protocol):
 
     def respond(self, prompt: Prompt, turns: Sequence[str]) -> str | None:
         """What the environment says to the policy's last turn (``turns[-1]``); None where the exchange is over."""
+        ...
+
+
+@runtime_checkable
+class CountingTask(Protocol):
+    """A task with figures of its own for each step, such as how many checks ran out of time."""
+
+    def metrics(self) -> dict[str, float]:
+        """The counts since the last call."""
         ...
 
 

@@ -18,6 +18,12 @@ class DatasetConfig(FileConfig):
     name: Literal["dataset"] = "dataset"
     check: CheckConfig | None = None
 
+    @property
+    def needs_answer(self) -> bool:
+        """False where the check judges by a function, by tests or by one pattern for all problems."""
+        kind = self.check.kind if self.check else "exact"
+        return not (kind in ("python", "program") or (kind == "regex" and self.check and self.check.pattern))
+
 
 class DatasetTask:
     """The task ``dataset``; see ``tracefp4.tasks.base`` for the contract of each method.
@@ -30,7 +36,8 @@ class DatasetTask:
         self.config = config
         self.pool = EpochPool(problems.train, problems.test, config.seed, f"task.path {config.path}")
         self.check_config = config.check or CheckConfig(kind=_default_kind(problems))
-        self._check = make_check(self.check_config)
+        self.check = make_check(self.check_config)
+        self.check.validate([*self.pool.train, *self.pool.test])
         self.description = (
             f"{config.path}: {len(problems.train)} training and {len(problems.test)} held-out problems "
             f"({problems.repeated} repeated and {problems.leaked} held-out prompts left out of the rows), "
@@ -50,7 +57,15 @@ class DatasetTask:
 
     def score_batch(self, prompts: Sequence[Prompt], response_texts: Sequence[str]) -> list[float]:
         """One reward a response, by the configured check."""
-        return self._check.score_batch(prompts, response_texts)
+        return self.check.score_batch(prompts, response_texts)
+
+    def metrics(self) -> dict[str, float]:
+        """What the check ran into since the last call, e.g. ``check/timeouts``."""
+        return self.check.metrics()
+
+    def close(self) -> None:
+        """Ends the check's workers."""
+        self.check.close()
 
 
 def _default_kind(problems: Problems) -> Literal["math", "exact"]:

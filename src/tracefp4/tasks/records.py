@@ -58,6 +58,11 @@ class FileConfig(TaskConfig):
             raise ValueError(f"template {self.template!r} must hold {{prompt}}, where the prompt's text goes")
         return self
 
+    @property
+    def needs_answer(self) -> bool:
+        """Whether each row must have a reference answer; a row's tests, say, can take its place."""
+        return True
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -126,7 +131,7 @@ def _read_problems(config: FileConfig, path: Path, key: str, split: str) -> tupl
             raise TracefpError(f"{row.where}: {layout.prompt} is {_kind(raw)}, in {rows[0].where} it is text")
         written = messages.pop()["content"] if messages and messages[-1]["role"] == "assistant" else None
         answer = _field(row, layout.answer) if layout.answer else written
-        if answer is None:
+        if answer is None and config.needs_answer:
             raise TracefpError(f"{row.where}: the last message is not the assistant's, and there is no answer field")
         if messages is not None and not any(m["role"] == "user" for m in messages):
             raise TracefpError(f"{row.where}: {layout.prompt} has no message of the user")
@@ -134,10 +139,10 @@ def _read_problems(config: FileConfig, path: Path, key: str, split: str) -> tupl
         answer_kind = answer_kind or (kind, row.where)
         if kind != answer_kind[0]:
             raise TracefpError(f"{row.where}: {layout.answer} is {kind}, in {answer_kind[1]} it is {answer_kind[0]}")
-        reference = _reference(row, layout, answer)
+        reference = _reference(row, layout, answer, config.needs_answer)
         text, chat = _prompt(config, row, layout, raw, messages)
         identity = " ".join(str(raw).split()) if messages is None else json.dumps(messages, sort_keys=True)
-        used = {layout.prompt.split(".")[0], layout.answer.split(".")[0]}
+        used = {layout.prompt.split(".")[0], layout.answer if layout.form == "plain" else ""}
         metadata = {name: _plain(value) for name, value in values.items() if name not in used}
         problems.setdefault(identity, Prompt(f"{split}-{number}", text, reference, metadata, chat))
     return problems, layout, len(rows) - len(problems)
@@ -161,7 +166,7 @@ def find_layout(config: FileConfig, first: Row) -> Layout:
     answer = config.answer_field
     if not answer:
         answer = next((name for name in ANSWER_FIELDS if name != prompt and _has(first, name)), "")
-        if not answer and not chat:
+        if not answer and not chat and config.needs_answer:
             raise TracefpError(
                 f"{first.where} has no field that could be the answer ({', '.join(ANSWER_FIELDS)}); its fields are "
                 f"{_names(first)}: name one in task.answer_field"
@@ -178,8 +183,10 @@ def _form(reference: Any) -> ReferenceForm:
     return "plain"
 
 
-def _reference(row: Row, layout: Layout, answer: Any) -> str:
+def _reference(row: Row, layout: Layout, answer: Any, needed: bool) -> str:
     name = layout.answer or layout.prompt
+    if not needed and not isinstance(answer, str):
+        return "" if answer is None else json.dumps(_plain(answer))  # tests, for example
     if isinstance(answer, int) and not isinstance(answer, bool):
         return str(answer)
     if isinstance(answer, float) and math.isfinite(answer):
