@@ -134,7 +134,8 @@ def test_csv_columns_are_text() -> None:
     assert {p.text: p.answer for p in made.train_prompts(0, 2)} == {"1,5 + 1,5?": "3", "zip?": "00501"}
 
 
-ROWS = [{"prompt": f"{i}+{i}?", "answer": str(2 * i)} for i in range(20)]
+# No numbers: the check is then a comparison of texts, and starts no workers.
+ROWS = [{"prompt": f"{i}+{i}?", "answer": f"n{2 * i}"} for i in range(20)]
 
 
 def test_passes_are_shuffled_complete_and_found_from_any_step() -> None:
@@ -155,15 +156,15 @@ def test_held_out_rows_depend_neither_on_order_nor_on_the_seed_nor_on_the_templa
     assert 2 <= len(test) <= 10
     other = task(ROWS[::-1], test_share=0.3, seed=5, template="Q: {prompt}")
     assert [p.answer for p in other.test_prompts(len(test))] == test
-    more = task(ROWS + [{"prompt": f"{i}*2?", "answer": "0"} for i in range(20)], test_share=0.3)
+    more = task(ROWS + [{"prompt": f"{i}*2?", "answer": "n"} for i in range(20)], test_share=0.3)
     assert set(test) <= {p.answer for p in more.pool.test}
     assert len(task(ROWS, test_size=7).pool.test) == 7
     assert not {p.text for p in first.pool.train} & {p.text for p in first.pool.test}
 
 
 def test_repeated_and_leaked_prompts_are_left_out_and_counted() -> None:
-    Path("t.jsonl").write_text(json.dumps(ROWS[3]) + "\n" + json.dumps({"prompt": "new?", "answer": "1"}) + "\n")
-    made = task([*ROWS, ROWS[0], {"prompt": " 1+1? ", "answer": "9"}], test_path="t.jsonl")
+    Path("t.jsonl").write_text(json.dumps(ROWS[3]) + "\n" + json.dumps({"prompt": "new?", "answer": "m"}) + "\n")
+    made = task([*ROWS, ROWS[0], {"prompt": " 1+1? ", "answer": "k"}], test_path="t.jsonl")
     assert (len(made.pool.train), len(made.pool.test)) == (19, 2)
     assert "2 repeated and 1 held-out prompts left out" in made.description
     assert ROWS[3]["prompt"] not in {p.text for p in made.pool.train}

@@ -17,7 +17,7 @@ from tracefp4.tasks.tokenizer import CHAT_TEMPLATE
 WORD_SUMS = Path(__file__).parents[1] / "data" / "word_sums.jsonl"
 BASE: dict[str, dict[str, Any]] = {
     "method": {"name": "trace-all"},
-    "task": {"name": "dataset", "path": str(WORD_SUMS), "test_size": 8},
+    "task": {"name": "dataset", "path": str(WORD_SUMS), "test_size": 8, "check": {"kind": "exact"}},
     "sampling": {"prompts_per_step": 3, "samples_per_prompt": 2, "max_new_tokens": 6},
     "rollout": {"max_model_len": 300, "max_num_seqs": 8},
     "train": {"updates_per_rollout": 1, "micro_batch_size": 8},
@@ -60,7 +60,7 @@ class Longest:
 
 
 def test_a_gsm8k_file_trains_without_conversion(plain: str, tmp_path: Path) -> None:
-    summary = run_training(config(plain), tmp_path)
+    summary = run_training(config(plain, task={"check": None}), tmp_path)
     assert summary["eval/n"] == 4
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1]
@@ -70,6 +70,24 @@ def test_a_gsm8k_file_trains_without_conversion(plain: str, tmp_path: Path) -> N
     description = json.loads((tmp_path / "run.json").read_text())["task"]
     assert "52 training and 8 held-out problems" in description
     assert "check math" in description
+
+
+def test_a_stopped_run_goes_on_in_the_middle_of_a_pass(plain: str, tmp_path: Path) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(index: int, _: dict[str, float]) -> None:
+        if index == 1:
+            raise Stop
+
+    made = config(plain, sampling={"prompts_per_step": 20}, run={"steps": 4, "eval_prompts": 0, "state_every": 1})
+    for name in ("whole", "broken"):
+        (tmp_path / name).mkdir()
+    run_training(made, tmp_path / "whole")
+    with pytest.raises(Stop):
+        run_training(made, tmp_path / "broken", stop)
+    run_training(made, tmp_path / "broken", resume=True)
+    assert (tmp_path / "broken/metrics.jsonl").read_bytes() == (tmp_path / "whole/metrics.jsonl").read_bytes()
 
 
 def test_a_chat_template_is_what_the_policy_reads(plain: str, chat: str) -> None:
