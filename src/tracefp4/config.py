@@ -228,11 +228,21 @@ class _Explainer:
         self.model = model
 
     def explain(self, error: ValidationError) -> str:
-        """One sentence per key, joined by semicolons; the branches of a union share a sentence."""
+        """One sentence per key, joined by semicolons; the branches of a union share a sentence, and so do the keys
+        of a section that belong to another of its models."""
         by_key: dict[Loc, list[ErrorDetails]] = {}
+        foreign: dict[Loc, list[Loc]] = {}
         for detail in error.errors(include_url=False):
-            by_key.setdefault(self._key_of(detail), []).append(detail)
-        return _joined([self._sentence(loc, details) for loc, details in by_key.items()])
+            loc = self._key_of(detail)
+            if detail["type"] in _UNKNOWN and self._owners(loc):
+                foreign.setdefault(loc[:-1], []).append(loc)
+                loc = foreign[loc[:-1]][0]
+            by_key.setdefault(loc, []).append(detail)
+        sentences = []
+        for loc, details in by_key.items():
+            group = foreign.get(loc[:-1], [])
+            sentences.append(self._foreign_keys(group) if loc in group else self._sentence(loc, details))
+        return _joined(sentences)
 
     def _key_of(self, detail: ErrorDetails) -> Loc:
         """The location without the names of union branches, which are no keys the user wrote."""
@@ -310,13 +320,8 @@ class _Explainer:
         written = next((keys for keys in self.sources if keys[: len(loc)] == loc), loc)
         parent, key = loc[:-1], str(loc[-1])
         prefix = f"{_dotted(parent)}." if parent else ""
-        chosen = _models_at(self.model, parent, self.data)
-        known = list(dict.fromkeys(name for m in chosen for name in m.model_fields))
+        known = list(dict.fromkeys(name for m in _models_at(self.model, parent, self.data) for name in m.model_fields))
         sentence = f"unknown key {_dotted(written)} in {self._source(loc)}"
-        others = [m for m in _models_at(self.model, parent) if m not in chosen and key in m.model_fields]
-        if others:
-            names = " or ".join(f'"{_choice(m)}"' for m in others)
-            return f'{sentence}; it belongs to {prefix}name = {names}, and here {prefix}name is "{_choice(chosen[0])}"'
         elsewhere = [
             path
             for path in dict.fromkeys(_all_paths(self.model))
@@ -325,6 +330,22 @@ class _Explainer:
         if elsewhere:
             return f"{sentence}; it exists as {' and '.join(elsewhere[:3])}"
         return sentence + did_you_mean(key, known, prefix)
+
+    def _owners(self, loc: Loc) -> list[str]:
+        """The names of the section's other models that do have this key."""
+        chosen = _models_at(self.model, loc[:-1], self.data)
+        return [_choice(m) for m in _models_at(self.model, loc[:-1]) if m not in chosen and loc[-1] in m.model_fields]
+
+    def _foreign_keys(self, locs: list[Loc]) -> str:
+        """Keys of one section that its chosen model lacks and another has."""
+        section = _dotted(locs[0][:-1])
+        common = [name for name in self._owners(locs[0]) if all(name in self._owners(loc) for loc in locs)]
+        owners = " or ".join(f'"{name}"' for name in common or self._owners(locs[0]))
+        chosen = _choice(_models_at(self.model, locs[0][:-1], self.data)[0])
+        verb = "belong" if len(locs) > 1 else "belongs"
+        keys = ", ".join(_dotted(loc) for loc in locs)
+        there = f"{keys} in {self._source(locs[0])} {verb} to {section}.name = {owners}"
+        return f'{there}, and here {section}.name is "{chosen}"'
 
     def _unknown_choice(self, loc: Loc, detail: ErrorDetails) -> str:
         """A name that none of a section's models has."""

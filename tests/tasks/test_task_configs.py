@@ -40,14 +40,20 @@ ERRORS = [
     (
         "",
         "task.path=a",
-        "unknown key task.path in the override 'task.path=a'; it belongs to task.name = \"dataset\" or "
+        "task.path in the override 'task.path=a' belongs to task.name = \"dataset\" or "
         '"text_search", and here task.name is "running_sums"',
     ),
     (
         '[task]\nname = "dataset"\npath = "a"\nmax_terms = 3\n',
         "",
-        'unknown key task.max_terms in r.toml; it belongs to task.name = "running_sums" or "calculator", and here '
-        'task.name is "dataset"',
+        'task.max_terms in r.toml belongs to task.name = "running_sums" or "calculator", and here task.name is '
+        '"dataset"',
+    ),
+    (
+        "[task]\nmax_terms = 3\nfree_letters = 0\nmin_digits = 1\n",
+        "task.name=dataset",
+        "task.path is required and missing in r.toml; task.max_terms, task.free_letters, task.min_digits in r.toml "
+        'belong to task.name = "running_sums", and here task.name is "dataset"',
     ),
     ('[task]\nname = "dataset"\n', "", "task.path is required and missing in r.toml"),
     ('[task]\nname = "dataset"\npath = "a"\ntest_shar = 0.1\n', "", "did you mean task.test_share"),

@@ -2,12 +2,12 @@
 
 A turn of the policy that ends in ``<search>QUERY</search>`` is answered by the best passages, by BM25::
 
-    policy       <search>river Velmora</search>
+    policy       <search>Veldal river</search>
     environment  <passages>
-                 1. Velmora lies on the river Ashe.
+                 1. Veldal lies on the river Lodde and has 11 thousand inhabitants.
                  2. ...
                  </passages>
-    policy       #### Ashe
+    policy       #### Lodde
 
 A query that finds nothing gets ``<passages>error: nothing found</passages>``. Any other turn ends the exchange, and so
 does the last of ``max_turns``. What follows the last ``####`` of the response must be the answer, where case,
