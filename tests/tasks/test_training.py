@@ -80,7 +80,13 @@ def test_a_stopped_run_goes_on_in_the_middle_of_a_pass(plain: str, tmp_path: Pat
         if index == 1:
             raise Stop
 
-    made = config(plain, sampling={"prompts_per_step": 20}, run={"steps": 4, "eval_prompts": 0, "state_every": 1})
+    made = config(
+        plain,
+        method={"name": "bf16"},
+        sampling={"prompts_per_step": 20, "max_new_tokens": 2},
+        rollout={"max_num_seqs": 40},
+        run={"steps": 3, "eval_prompts": 0, "state_every": 1},
+    )
     for name in ("whole", "broken"):
         (tmp_path / name).mkdir()
     run_training(made, tmp_path / "whole")
