@@ -19,9 +19,9 @@ import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from tracefp4.errors import TracefpError
@@ -43,6 +43,15 @@ class StrictModel(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+def default_name(name: str) -> BeforeValidator:
+    """For a section that is one of several models told apart by their `name`: the one to take where none is given.
+
+    The models' union must name that one first:
+    `Annotated[A | B, Field(discriminator="name"), default_name("a")]`.
+    """
+    return BeforeValidator(lambda data: {"name": name, **data} if isinstance(data, dict) else data)
 
 
 def load_config(path: str | Path, overrides: list[str], model: type[Model]) -> Model:
@@ -219,18 +228,29 @@ class _Explainer:
         self.model = model
 
     def explain(self, error: ValidationError) -> str:
-        """One sentence per key, joined by semicolons; the branches of a union share a sentence."""
+        """One sentence per key, joined by semicolons; the branches of a union share a sentence, and so do the keys
+        of a section that belong to another of its models."""
         by_key: dict[Loc, list[ErrorDetails]] = {}
+        foreign: dict[Loc, list[Loc]] = {}
         for detail in error.errors(include_url=False):
-            by_key.setdefault(self._key_of(detail), []).append(detail)
-        return _joined([self._sentence(loc, details) for loc, details in by_key.items()])
+            loc = self._key_of(detail)
+            if detail["type"] in _UNKNOWN and self._owners(loc):
+                foreign.setdefault(loc[:-1], []).append(loc)
+                loc = foreign[loc[:-1]][0]
+            by_key.setdefault(loc, []).append(detail)
+        sentences = []
+        for loc, details in by_key.items():
+            group = foreign.get(loc[:-1], [])
+            sentences.append(self._foreign_keys(group) if loc in group else self._sentence(loc, details))
+        return _joined(sentences)
 
     def _key_of(self, detail: ErrorDetails) -> Loc:
         """The location without the names of union branches, which are no keys the user wrote."""
         keys: list[int | str] = []
         value: Any = self.data
-        for part in detail["loc"]:
-            if isinstance(value, dict) and (part in value or detail["type"] in _MISSING):
+        last = len(detail["loc"]) - 1
+        for position, part in enumerate(detail["loc"]):
+            if isinstance(value, dict) and (part in value or (detail["type"] in _MISSING and position == last)):
                 value = value.get(part)
             elif isinstance(value, list) and isinstance(part, int):
                 value = value[part] if part < len(value) else None
@@ -242,6 +262,8 @@ class _Explainer:
     def _sentence(self, loc: Loc, details: list[ErrorDetails]) -> str:
         kind = details[0]["type"]
         name, source = _dotted(loc), self._source(loc)
+        if kind == "union_tag_invalid":
+            return self._unknown_choice(loc, details[0])
         if kind in _UNKNOWN:
             return self._unknown_key(loc)
         if kind in _MISSING and isinstance(loc[-1], int):
@@ -289,7 +311,7 @@ class _Explainer:
     def _range(self, loc: Loc, context: dict[str, Any]) -> str:
         """Both bounds of the key, not only the one that was crossed."""
         bounds = {name: context[name] for name in _BOUNDS if name in context}
-        for meta in _metadata(self.model, loc):
+        for meta in _metadata(self.model, loc, self.data):
             bounds |= {name: getattr(meta, name) for name in _BOUNDS if getattr(meta, name, None) is not None}
         return " and ".join(f"{_BOUNDS[name]} {bounds[name]}" for name in _BOUNDS if name in bounds)
 
@@ -298,12 +320,41 @@ class _Explainer:
         written = next((keys for keys in self.sources if keys[: len(loc)] == loc), loc)
         parent, key = loc[:-1], str(loc[-1])
         prefix = f"{_dotted(parent)}." if parent else ""
-        known = _fields(self.model, parent)
-        elsewhere = [path for path in _all_paths(self.model) if path.rsplit(".", 1)[-1] == key]
+        known = list(dict.fromkeys(name for m in _models_at(self.model, parent, self.data) for name in m.model_fields))
         sentence = f"unknown key {_dotted(written)} in {self._source(loc)}"
+        elsewhere = [
+            path
+            for path in dict.fromkeys(_all_paths(self.model))
+            if path.rsplit(".", 1)[-1] == key and path.rpartition(".")[0] != _dotted(parent)
+        ]
         if elsewhere:
             return f"{sentence}; it exists as {' and '.join(elsewhere[:3])}"
         return sentence + did_you_mean(key, known, prefix)
+
+    def _owners(self, loc: Loc) -> list[str]:
+        """The names of the section's other models that do have this key."""
+        chosen = _models_at(self.model, loc[:-1], self.data)
+        return [_choice(m) for m in _models_at(self.model, loc[:-1]) if m not in chosen and loc[-1] in m.model_fields]
+
+    def _foreign_keys(self, locs: list[Loc]) -> str:
+        """Keys of one section that its chosen model lacks and another has."""
+        section = _dotted(locs[0][:-1])
+        common = [name for name in self._owners(locs[0]) if all(name in self._owners(loc) for loc in locs)]
+        owners = " or ".join(f'"{name}"' for name in common or self._owners(locs[0]))
+        chosen = _choice(_models_at(self.model, locs[0][:-1], self.data)[0])
+        verb = "belong" if len(locs) > 1 else "belongs"
+        keys = ", ".join(_dotted(loc) for loc in locs)
+        there = f"{keys} in {self._source(locs[0])} {verb} to {section}.name = {owners}"
+        return f'{there}, and here {section}.name is "{chosen}"'
+
+    def _unknown_choice(self, loc: Loc, detail: ErrorDetails) -> str:
+        """A name that none of a section's models has."""
+        given = detail["input"].get("name") if isinstance(detail["input"], dict) else detail["input"]
+        names = [_choice(m) for m in _models_at(self.model, loc)]
+        near = did_you_mean(given, names) if isinstance(given, str) else ""
+        expected = "one of " + ", ".join(f'"{name}"' for name in names)
+        sentence = self.wrong_type((*loc, "name"), given, expected)
+        return sentence + (near if near.startswith("; did") else "")
 
 
 def _coerced(raw: Any, value: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Any, str]]:
@@ -352,25 +403,42 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models_in(inner)
 
 
-def _models_at(model: type[BaseModel], loc: Loc) -> list[type[BaseModel]]:
-    """The models that a table at `loc` may be; indices into lists do not change the model."""
+def _models_at(model: type[BaseModel], loc: Loc, data: Any = None) -> list[type[BaseModel]]:
+    """The models that a table at `loc` may be; indices into lists do not change the model.
+
+    data: what the user wrote; where several models share a section, only the one that its `name` chooses is left.
+    """
     models = [model]
+    value = data
     for part in loc:
         if isinstance(part, str):
             fields = [m.model_fields[part] for m in models if part in m.model_fields]
             models = [inner for field in fields for inner in _models_in(field.annotation)]
+        if isinstance(value, dict):
+            value = value.get(part)
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        else:
+            value = None
+        if data is not None and len(models) > 1 and all(_choice(m) for m in models):
+            name = value.get("name") if isinstance(value, dict) else None
+            models = [m for m in models if _choice(m) == name] or models[:1]
     return models
 
 
-def _fields(model: type[BaseModel], loc: Loc) -> list[str]:
-    return list(dict.fromkeys(name for m in _models_at(model, loc) for name in m.model_fields))
+def _choice(model: type[BaseModel]) -> str:
+    """The `name` that chooses this model among those of its section; '' where it has no fixed name."""
+    field = model.model_fields.get("name")
+    if field is None or get_origin(field.annotation) is not Literal:
+        return ""
+    return str(get_args(field.annotation)[0])
 
 
-def _metadata(model: type[BaseModel], loc: Loc) -> list[Any]:
+def _metadata(model: type[BaseModel], loc: Loc, data: Any) -> list[Any]:
     """The constraints declared on the field at `loc`, also those inside `Annotated[...] | None`."""
     *parent, name = loc
     found: list[Any] = []
-    for owner in _models_at(model, tuple(parent)):
+    for owner in _models_at(model, tuple(parent), data):
         if isinstance(name, str) and name in owner.model_fields:
             field = owner.model_fields[name]
             found += [*field.metadata, *_nested_metadata(field.annotation)]

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -30,7 +30,8 @@ from tracefp4.nn.loading import checkpoint_directory, load_policy, read_config
 from tracefp4.report import RunLogger, progress, write_json_atomic
 from tracefp4.report.provenance import provenance
 from tracefp4.rollout.engine import RolloutConfig, RolloutEngine
-from tracefp4.tasks import Prompt, Task, TaskConfig, make_task, score_all
+from tracefp4.tasks import AnyTaskConfig, CountingTask, Prompt, PromptEncoder, Task, make_task, score_all
+from tracefp4.tasks.running_sums import RunningSumsConfig
 from tracefp4.train.checkpoint import check_config, load_latest, save_state
 from tracefp4.train.trainer import GRPOTrainer, TrainConfig
 from tracefp4.types import GuidanceHandle, Request, RolloutBatch, SamplingParams, Trajectory
@@ -51,12 +52,18 @@ class MethodConfig(StrictModel):
 
 
 class SamplingConfig(StrictModel):
-    """prompts_per_step groups of samples_per_prompt responses each; max_new_tokens and temperature of each."""
+    """prompts_per_step groups of samples_per_prompt responses each; max_new_tokens and temperature of each.
+    max_prompt_tokens: longest prompt, 0 for rollout.max_model_len - max_new_tokens; overlong_prompts: what becomes of
+    longer ones; "truncate" keeps the last tokens of plain text. chat_template: use the tokenizer's where it has one
+    ("auto"), require it, or take the plain text."""
 
     prompts_per_step: int = Field(16, ge=1)
     samples_per_prompt: int = Field(8, ge=2)
     max_new_tokens: int = Field(96, ge=1)
     temperature: float = Field(1.0, gt=0)
+    max_prompt_tokens: int = Field(0, ge=0)
+    overlong_prompts: Literal["drop", "truncate", "error"] = "drop"
+    chat_template: Literal["auto", "on", "off"] = "auto"
 
 
 class LoopConfig(StrictModel):
@@ -84,7 +91,7 @@ class RunConfig(StrictModel):
     """A recipe: one section a component."""
 
     model: ModelConfig = ModelConfig()
-    task: TaskConfig = TaskConfig()
+    task: AnyTaskConfig = RunningSumsConfig()
     method: MethodConfig = MethodConfig()
     quant: QuantConfig = QuantConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -116,10 +123,42 @@ def derive_seed(*parts: object) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-class TrainingRun:
-    """A run's parts, and its step. ``run_training`` drives one; use it directly for a loop of your own."""
+def make_encoder(tokenizer: Any, config: RunConfig) -> PromptEncoder:
+    """The encoder of a run's prompts. Raises TracefpError where they and a response exceed rollout.max_model_len."""
+    s, limit = config.sampling, config.rollout.max_model_len
+    room = limit - s.max_new_tokens
+    if room < max(1, s.max_prompt_tokens):
+        what = f"sampling.max_new_tokens {s.max_new_tokens} leaves no room for a prompt in"
+        if s.max_prompt_tokens:
+            what = (
+                f"sampling.max_prompt_tokens {s.max_prompt_tokens} + sampling.max_new_tokens {s.max_new_tokens} exceed"
+            )
+        raise TracefpError(f"{what} rollout.max_model_len {limit}: raise it, or allow fewer tokens")
+    return PromptEncoder(tokenizer, s.max_prompt_tokens or room, s.overlong_prompts, s.chat_template)
 
-    def __init__(self, config: RunConfig) -> None:
+
+def check_supply(task: Task, config: RunConfig) -> None:
+    """Raises TracefpError, naming the setting, where a step or an evaluation wants more problems than the task has."""
+    wanted = (
+        ("sampling.prompts_per_step", config.sampling.prompts_per_step, lambda n: task.train_prompts(0, n)),
+        ("run.eval_prompts", config.run.eval_prompts, task.test_prompts),
+    )
+    for key, n, supply in wanted:
+        try:
+            got = len(supply(n)) if n else 0
+        except TracefpError as error:
+            raise TracefpError(f"{key} = {n} cannot be met: {error}") from error
+        if got != n:
+            raise TracefpError(f"{key} = {n} cannot be met: the task gives {got} problems")
+
+
+class TrainingRun:
+    """A run's parts, and its step. ``run_training`` drives one; use it directly for a loop of your own.
+
+    task: a task of your own, used as it is in place of the one that ``config.task`` names.
+    """
+
+    def __init__(self, config: RunConfig, task: Task | None = None) -> None:
         self.config = config
         if config.run.threads > (os.cpu_count() or 1):
             raise TracefpError(f"run.threads {config.run.threads} exceeds this machine's {os.cpu_count()} cores")
@@ -142,10 +181,13 @@ class TrainingRun:
             if getattr(self.tokenizer, name) is None:
                 raise TracefpError(f"the tokenizer in {path} has no {name}; set one in its tokenizer_config.json")
         # Another seed is another run: other problems too, not only other samples of the same ones.
-        task = config.task.model_copy(update={"seed": config.task.seed + config.run.seed})
-        self.task: Task = make_task(task)
-        if not self.tokenizer(self.task.train_prompts(0, 1)[0].text, add_special_tokens=False)["input_ids"]:
-            raise TracefpError(f"the tokenizer in {path} turns a prompt into nothing; does the folder lack its files?")
+        seeded = config.task.model_copy(update={"seed": config.task.seed + config.run.seed})
+        self.task: Task = make_task(seeded) if task is None else task
+        check_supply(self.task, config)
+        self.encoder = make_encoder(self.tokenizer, config)
+        self.encoder.encode(
+            self.task.train_prompts(0, 1)[0]
+        )  # a tokenizer that cannot write the task's text shows here
         self.store = MemoryStore()
         if len(self.tokenizer) > hf_config.vocab_size:
             raise TracefpError(
@@ -165,15 +207,40 @@ class TrainingRun:
         )
         self.engine.update_weights(self.trainer.named_weights(), self.trainer.version)
 
-    def requests(self, prompts: list[Prompt], samples: int, tag: str, probes: int = 0) -> list[Request]:
-        """``samples`` requests a prompt, prompt by prompt. probes of them, spread evenly, keep their full codes."""
+    def encode(self, prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[tuple[int, ...]]]:
+        """The prompts that fit and their token ids, in order. Raises TracefpError where none fits."""
+        kept = [(p, ids) for p in prompts if (ids := self.encoder.encode(p)) is not None]
+        if not kept:
+            raise TracefpError(
+                f"every prompt exceeds {self.encoder.max_prompt_tokens} tokens: raise rollout.max_model_len, and "
+                "sampling.max_prompt_tokens where it is set"
+            )
+        return [p for p, _ in kept], [ids for _, ids in kept]
+
+    def requests(
+        self,
+        prompts: Sequence[Prompt],
+        samples: int,
+        tag: str,
+        probes: int = 0,
+        encoded: Sequence[tuple[int, ...]] | None = None,
+    ) -> list[Request]:
+        """``samples`` requests a prompt, prompt by prompt. probes of them, spread evenly, keep their full codes.
+
+        encoded: the prompts' token ids as ``encode`` gave them; left out, every prompt must fit.
+        """
+        if encoded is None:
+            kept, encoded = self.encode(prompts)
+            if len(kept) != len(prompts):
+                raise TracefpError(
+                    f"{len(prompts) - len(kept)} of {len(prompts)} prompts do not fit; encode them first"
+                )
         s, seed = self.config.sampling, self.config.run.seed
         total = len(prompts) * samples
         stride = total / probes if probes else 0
         probed = {int(i * stride) for i in range(min(probes, total))}
         out: list[Request] = []
-        for p in prompts:
-            ids = tuple(self.tokenizer(p.text, add_special_tokens=False)["input_ids"])
+        for p, ids in zip(prompts, encoded, strict=True):
             for j in range(samples):
                 sampling = SamplingParams(
                     temperature=s.temperature,
@@ -202,9 +269,12 @@ class TrainingRun:
         """One RL step; returns (metrics, wall-clock figures)."""
         c = self.config
         n = c.sampling.samples_per_prompt
-        prompts = self.task.train_prompts(index, c.sampling.prompts_per_step)
+        asked_for = self.task.train_prompts(index, c.sampling.prompts_per_step)
+        truncated = self.encoder.truncated
+        prompts, encoded = self.encode(asked_for)
+        truncated = self.encoder.truncated - truncated
         probing = c.run.probe_every and index % c.run.probe_every == 0
-        requests = self.requests(prompts, n, f"step{index}", c.run.probe_trajectories if probing else 0)
+        requests = self.requests(prompts, n, f"step{index}", c.run.probe_trajectories if probing else 0, encoded)
         clock = [time.perf_counter()]
         preemptions = self.engine.scheduler.num_preemptions
         trajectories = self.engine.generate(requests)
@@ -214,6 +284,14 @@ class TrainingRun:
             for i, (t, reward) in enumerate(zip(trajectories, self.score(asked, trajectories), strict=True)):
                 t.group, t.reward = i // n, reward
             metrics = self._rollout_metrics(trajectories)
+            if isinstance(self.task, CountingTask):
+                metrics |= self.task.metrics()
+            metrics |= {
+                "prompt/dropped": float(len(asked_for) - len(prompts)),
+                "prompt/truncated": float(truncated),
+                "prompt/length_mean": sum(map(len, encoded)) / len(encoded),
+                "prompt/length_max": float(max(map(len, encoded))),
+            }
             metrics["rollout/preemptions"] = float(self.engine.scheduler.num_preemptions - preemptions)
             metrics |= self.trainer.update(RolloutBatch(trajectories, self.engine.version))
         finally:
@@ -267,12 +345,15 @@ class TrainingRun:
             raise
 
     def evaluate(self, tag: str) -> float | None:
-        """Pass rate on held-out problems, one sampled response each, in the mode's own rollout form."""
+        """Pass rate on held-out problems, one sampled response each, in the mode's own rollout form.
+
+        A problem whose prompt does not fit cannot be answered and counts as failed.
+        """
         n = self.config.run.eval_prompts
         if not n:
             return None
-        prompts = self.task.test_prompts(n)
-        trajectories = self.engine.generate(self.requests(prompts, 1, f"eval-{tag}"))
+        prompts, encoded = self.encode(self.task.test_prompts(n))
+        trajectories = self.engine.generate(self.requests(prompts, 1, f"eval-{tag}", encoded=encoded))
         handles = [t.guidance for t in trajectories if t.guidance is not None]
         self.store.discard(handles)
         return sum(self.score(prompts, trajectories)) / n
@@ -330,6 +411,7 @@ def run_training(
             "method": run.method.name,
             "seed": config.run.seed,
             "threads": torch.get_num_threads(),
+            "task": getattr(run.task, "description", config.task.name),
         },
     )
     summary: dict[str, Any] = {"method": run.method.name, "seed": config.run.seed, "steps": config.run.steps}

@@ -1,17 +1,32 @@
 import pytest
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from tracefp4.errors import TracefpError
-from tracefp4.tasks import Task, TaskConfig, make_task
+from tracefp4.tasks import TASKS, AnyTaskConfig, Task, TaskConfig, make_task
+from tracefp4.tasks.running_sums import RunningSumsConfig
 
 
 def test_make_task_gives_the_protocol():
-    assert isinstance(make_task(TaskConfig()), Task)
+    assert isinstance(make_task(RunningSumsConfig()), Task)
 
 
 def test_unknown_task_names_the_nearest_one():
     with pytest.raises(TracefpError, match="unknown task 'runing_sum'; did you mean running_sums"):
         make_task(TaskConfig(name="runing_sum"))
+
+
+def test_a_section_without_a_name_is_running_sums():
+    adapter = TypeAdapter(AnyTaskConfig)
+    assert adapter.validate_python({"max_terms": 4}) == RunningSumsConfig(max_terms=4)
+    assert adapter.validate_python(RunningSumsConfig(max_terms=4)) == RunningSumsConfig(max_terms=4)
+
+
+def test_every_task_has_a_config_of_its_name():
+    names = {config.model_fields["name"].default for config in TaskConfig.__subclasses__()}
+    names |= {
+        config.model_fields["name"].default for sub in TaskConfig.__subclasses__() for config in sub.__subclasses__()
+    }
+    assert set(TASKS) <= names
 
 
 @pytest.mark.parametrize(
@@ -30,4 +45,4 @@ def test_unknown_task_names_the_nearest_one():
 )
 def test_config_refuses(values):
     with pytest.raises(ValidationError):
-        TaskConfig(**values)
+        RunningSumsConfig(**values)

@@ -3,11 +3,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tracefp4.errors import TracefpError
-from tracefp4.tasks import Prompt, TaskConfig, make_task
-from tracefp4.tasks.running_sums import MAX_STEP, TEST_POOL, WARMSTART_FIRST_STEP
+from tracefp4.tasks import Prompt, make_task
+from tracefp4.tasks.running_sums import MAX_STEP, TEST_POOL, WARMSTART_FIRST_STEP, RunningSumsConfig
 
 LONG = {"min_terms": 4, "max_terms": 6, "min_digits": 2, "max_digits": 2, "free_letters": 0}
-TASK = make_task(TaskConfig(**LONG))
+TASK = make_task(RunningSumsConfig(**LONG))
 PROMPT = Prompt("x", "14+27-5=", "36")
 PINNED_TEST = ["37-12-27+29+65=", "30-87-88+87+79="]
 
@@ -19,7 +19,7 @@ def _texts(prompts):
 @settings(max_examples=30, deadline=None)
 @given(step=st.integers(0, MAX_STEP - 1), seed=st.integers(0, 2**31 - 1), n=st.integers(1, 48))
 def test_train_is_deterministic_distinct_and_disjoint_from_test(step, seed, n):
-    config = TaskConfig(seed=seed)
+    config = RunningSumsConfig(seed=seed)
     prompts = make_task(config).train_prompts(step, n)
     assert prompts == make_task(config).train_prompts(step, n)
     assert len(set(_texts(prompts))) == len({prompt.id for prompt in prompts}) == n
@@ -34,7 +34,7 @@ def test_fewer_prompts_are_a_prefix_of_more(step, n):
 
 def test_deduplication_works_where_collisions_are_certain():
     # 2 terms of 2 digits: 16200 expressions, of which the test pool takes a quarter.
-    small = make_task(TaskConfig(min_terms=2, max_terms=2))
+    small = make_task(RunningSumsConfig(min_terms=2, max_terms=2))
     test = set(_texts(small.test_prompts(TEST_POOL)))
     train = _texts(small.train_prompts(0, 4000))
     assert len(test) == TEST_POOL
@@ -43,7 +43,7 @@ def test_deduplication_works_where_collisions_are_certain():
 
 
 def test_too_small_a_space_is_refused():
-    tiny = make_task(TaskConfig(min_terms=2, max_terms=2, min_digits=1, max_digits=1))
+    tiny = make_task(RunningSumsConfig(min_terms=2, max_terms=2, min_digits=1, max_digits=1))
     with pytest.raises(TracefpError, match="raise max_terms or max_digits"):
         tiny.train_prompts(0, 8)
 
@@ -54,12 +54,12 @@ def test_steps_seeds_and_the_warm_start_see_different_problems():
         TASK.train_prompts(1, 64),
         TASK.train_prompts(WARMSTART_FIRST_STEP, 64),
     ]
-    streams.append(make_task(TaskConfig(seed=1)).train_prompts(0, 64))
+    streams.append(make_task(RunningSumsConfig(seed=1)).train_prompts(0, 64))
     assert len({text for prompts in streams for text in _texts(prompts)}) == 4 * 64
 
 
 def test_test_set_ignores_the_seed_and_is_pinned():
-    assert TASK.test_prompts(64) == make_task(TaskConfig(**LONG, seed=9)).test_prompts(64)
+    assert TASK.test_prompts(64) == make_task(RunningSumsConfig(**LONG, seed=9)).test_prompts(64)
     assert TASK.test_prompts(2) == TASK.test_prompts(3)[:2]
     assert _texts(TASK.test_prompts(2)) == PINNED_TEST
 
@@ -93,7 +93,7 @@ def test_a_flawed_solution_follows_its_slip_to_a_wrong_answer():
 
 @pytest.mark.parametrize("letters", [0, 4])
 def test_solutions_score_and_never_exceed_eighty_characters(letters):
-    task = make_task(TaskConfig(**{**LONG, "free_letters": letters}))
+    task = make_task(RunningSumsConfig(**{**LONG, "free_letters": letters}))
     for prompt in task.train_prompts(5, 200):
         solution = task.solution(prompt)
         assert task.score(prompt, solution) == 1.0

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from tracefp4.tasks.tokenizer import CHARACTERS, build_tokenizer
+from tracefp4.tasks.tokenizer import CHARACTERS, CHAT_TEMPLATE, TEXT_CHARACTERS, build_text_tokenizer, build_tokenizer
 
 TOKENIZER = build_tokenizer()
 
@@ -35,3 +35,26 @@ def test_saved_tokenizer_loads_with_auto_class(tmp_path):
 def test_foreign_characters_raise(text):
     with pytest.raises(Exception, match="UNK"):
         TOKENIZER(text)
+
+
+TEXT_TOKENIZER = build_text_tokenizer()
+
+
+@given(st.text(alphabet=TEXT_CHARACTERS, max_size=80))
+def test_text_round_trip_one_token_per_character(text):
+    if not any(token in text for token in ("<pad>", "<eos>")):
+        ids = TEXT_TOKENIZER(text).input_ids
+        assert len(ids) == len(text)
+        assert TEXT_TOKENIZER.decode(ids) == text
+
+
+def test_text_tokenizer_saves_its_template(tmp_path):
+    assert len(TEXT_TOKENIZER) == 98
+    assert TEXT_TOKENIZER("\n\n ~").input_ids == [2, 2, 3, 97]
+    build_text_tokenizer(CHAT_TEMPLATE).save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded.chat_template == CHAT_TEMPLATE
+    assert loaded("a\n\nb").input_ids == TEXT_TOKENIZER("a\n\nb").input_ids
+    assert TEXT_TOKENIZER.chat_template is None
+    with pytest.raises(Exception, match="UNK"):
+        TEXT_TOKENIZER("é")

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tracefp4.assets import builtin_model_path
 from tracefp4.config import ConfigError, load_config
 from tracefp4.errors import TracefpError
-from tracefp4.tasks import Prompt, TaskConfig, build_tokenizer, make_task
-from tracefp4.tasks.running_sums import RunningSums
+from tracefp4.tasks import Prompt, build_tokenizer, make_task
+from tracefp4.tasks.running_sums import RunningSums, RunningSumsConfig
 from tracefp4.train import warmstart
 from tracefp4.train.warmstart import (
     IGNORED_LABEL,
@@ -127,7 +127,7 @@ def test_missing_recipe_and_wrong_usage(tmp_path, capsys):
 
 
 def test_the_teacher_errs_as_often_as_it_is_told():
-    task = RunningSums(TaskConfig())
+    task = RunningSums(RunningSumsConfig())
     prompts = task.train_prompts(3, 400)
     for share in (0.0, 0.5):
         wrong = sum(task.score(p, Teacher(task, share).solution(p)) == 0.0 for p in prompts) / 400
@@ -135,7 +135,7 @@ def test_the_teacher_errs_as_often_as_it_is_told():
 
 
 def test_labels_cover_the_response_only():
-    task = make_task(TaskConfig(free_letters=0))
+    task = make_task(RunningSumsConfig(free_letters=0))
     prompts = [Prompt("a", "14+27-5=", "36"), Prompt("b", "10+10=", "20")]
     batch = supervised_batch(task, prompts, build_tokenizer())
     assert [tuple(batch[key].shape) for key in ("input_ids", "attention_mask", "labels")] == [(2, 29)] * 3
@@ -161,7 +161,7 @@ def test_builtin_checkpoint_is_the_recorded_one():
     assert record["sha256"]["model.safetensors"] == sha256_of(path / "model.safetensors")
     assert sum(file.stat().st_size for file in path.iterdir()) <= 5 * 2**20
     assert 0.2 <= record["pass_rate"]["value"] <= 0.5
-    assert WarmstartConfig.model_validate(record["recipe"]).task == TaskConfig()
+    assert WarmstartConfig.model_validate(record["recipe"]).task == RunningSumsConfig()
 
 
 def test_unknown_builtin_names_the_nearest():

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field
 
+from tracefp4.config import StrictModel
 from tracefp4.errors import TracefpError
 
 Message = dict[str, str]
@@ -38,7 +39,7 @@ class Prompt:
 class Task(Protocol):
     """A source of verifiable problems; every method is a pure function of the config and its arguments.
 
-    A task may also be a ``BatchScorer``, a ``ToolTask`` or a ``SolvedTask``.
+    A task may also be a ``BatchScorer``, a ``ToolTask``, a ``CountingTask`` or a ``SolvedTask``.
     """
 
     def train_prompts(self, step: int, n: int) -> list[Prompt]:
@@ -81,6 +82,15 @@ class ToolTask(Protocol):
 
 
 @runtime_checkable
+class CountingTask(Protocol):
+    """A task with figures of its own for each step, such as how many checks ran out of time."""
+
+    def metrics(self) -> dict[str, float]:
+        """The counts since the last call."""
+        ...
+
+
+@runtime_checkable
 class SolvedTask(Protocol):
     """A task that can write a solution out, which the warm start learns from."""
 
@@ -107,32 +117,11 @@ def score_all(task: Task, prompts: Sequence[Prompt], texts: Sequence[str]) -> li
     return [float(r) for r in rewards]
 
 
-class TaskConfig(BaseModel):
-    """Which task, how hard, and the seed of its training stream.
+class TaskConfig(StrictModel):
+    """What every task's config has; each task's own is derived from it, beside its class.
 
-    Raises:
-        pydantic.ValidationError: an unknown key, a value out of range, or ``min_*`` above ``max_*``.
+    A derived config sets ``name`` to ``Literal["the_task"]``: a recipe's ``[task]`` section is told apart by it.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    name: str = "running_sums"
-    min_terms: int = Field(default=3, ge=2, le=12, description="fewest terms of an expression")
-    max_terms: int = Field(default=5, ge=2, le=12, description="most terms of an expression")
-    min_digits: int = Field(default=1, ge=1, le=6, description="fewest digits of a term")
-    max_digits: int = Field(default=2, ge=1, le=6, description="most digits of a term")
-    free_letters: int = Field(
-        default=4,
-        ge=0,
-        le=8,
-        description="how many letters the reference solution may pick from before each step; 0 writes none",
-    )
+    name: str
     seed: int = Field(default=0, ge=0, lt=2**31, description="seed of the training stream only")
-
-    @model_validator(mode="after")
-    def _ranges_are_ordered(self) -> Self:
-        for what in ("terms", "digits"):
-            low, high = getattr(self, f"min_{what}"), getattr(self, f"max_{what}")
-            if low > high:
-                raise ValueError(f"min_{what} = {low} is above max_{what} = {high}")
-        return self

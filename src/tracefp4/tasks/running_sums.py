@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 from random import Random
-from typing import Any
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
 
 from tracefp4.errors import TracefpError
 from tracefp4.tasks.base import Prompt, TaskConfig
@@ -27,10 +29,38 @@ WARMSTART_FIRST_STEP = 2**30
 _TERM = re.compile(r"[+-]?\d+")
 
 
+class RunningSumsConfig(TaskConfig):
+    """How hard the sums are.
+
+    Raises:
+        pydantic.ValidationError: an unknown key, a value out of range, or ``min_*`` above ``max_*``.
+    """
+
+    name: Literal["running_sums"] = "running_sums"
+    min_terms: int = Field(default=3, ge=2, le=12, description="fewest terms of an expression")
+    max_terms: int = Field(default=5, ge=2, le=12, description="most terms of an expression")
+    min_digits: int = Field(default=1, ge=1, le=6, description="fewest digits of a term")
+    max_digits: int = Field(default=2, ge=1, le=6, description="most digits of a term")
+    free_letters: int = Field(
+        default=4,
+        ge=0,
+        le=8,
+        description="how many letters the reference solution may pick from before each step; 0 writes none",
+    )
+
+    @model_validator(mode="after")
+    def _ranges_are_ordered(self) -> Self:
+        for what in ("terms", "digits"):
+            low, high = getattr(self, f"min_{what}"), getattr(self, f"max_{what}")
+            if low > high:
+                raise ValueError(f"min_{what} = {low} is above max_{what} = {high}")
+        return self
+
+
 class RunningSums:
     """The task ``running_sums``; see ``tracefp4.tasks.base.Task`` for the contract of each method."""
 
-    def __init__(self, config: TaskConfig) -> None:
+    def __init__(self, config: RunningSumsConfig) -> None:
         self.config = config
         self._difficulty = config.model_copy(update={"seed": 0, "free_letters": 0})
         self._scorer = _dataset(self._difficulty, TEST_SEED, TEST_POOL)
@@ -110,17 +140,17 @@ class RunningSums:
 
 # Shared by all tasks of one difficulty: seeds and free letters do not touch the problems, so callers pass 0.
 @lru_cache(maxsize=8)
-def _test_pool(config: TaskConfig) -> tuple[Prompt, ...]:
+def _test_pool(config: RunningSumsConfig) -> tuple[Prompt, ...]:
     return tuple(_distinct(config, "test", TEST_SEED, 4 * TEST_POOL, TEST_POOL, frozenset()))
 
 
 @lru_cache(maxsize=8)
-def _test_expressions(config: TaskConfig) -> frozenset[str]:
+def _test_expressions(config: RunningSumsConfig) -> frozenset[str]:
     return frozenset(prompt.text for prompt in _test_pool(config))
 
 
 def _distinct(
-    config: TaskConfig, prefix: str, first_seed: int, candidates: int, n: int, excluded: frozenset[str]
+    config: RunningSumsConfig, prefix: str, first_seed: int, candidates: int, n: int, excluded: frozenset[str]
 ) -> list[Prompt]:
     """Up to ``n`` prompts out of ``candidates`` items in a row, skipping repeats and ``excluded``."""
     dataset = _dataset(config, first_seed, candidates)
@@ -138,7 +168,7 @@ def _distinct(
     return prompts
 
 
-def _dataset(config: TaskConfig, seed: int, size: int) -> Any:
+def _dataset(config: RunningSumsConfig, seed: int, size: int) -> Any:
     # Imported here: reasoning-gym takes over a second, and a command line's help should not wait.
     from reasoning_gym.arithmetic.chain_sum import ChainSumConfig, ChainSumDataset
 

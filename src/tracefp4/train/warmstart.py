@@ -27,8 +27,8 @@ from transformers import PreTrainedTokenizerBase, Qwen3MoeConfig, Qwen3MoeForCau
 
 from tracefp4.config import load_config
 from tracefp4.errors import TracefpError
-from tracefp4.tasks import Prompt, SolvedTask, Task, TaskConfig, build_tokenizer, make_task
-from tracefp4.tasks.running_sums import WARMSTART_FIRST_STEP, RunningSums
+from tracefp4.tasks import Prompt, SolvedTask, Task, build_tokenizer, make_task
+from tracefp4.tasks.running_sums import WARMSTART_FIRST_STEP, RunningSums, RunningSumsConfig
 
 IGNORED_LABEL = -100
 MAX_NEW_TOKENS = 96
@@ -114,7 +114,7 @@ class WarmstartConfig(BaseModel):
 
     seed: int = Field(default=0, ge=0, lt=2**31)
     threads: int = Field(default=1, ge=1)
-    task: TaskConfig = TaskConfig()
+    task: RunningSumsConfig = RunningSumsConfig()
     model: ModelConfig = ModelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     stop: StopConfig = StopConfig()
