@@ -12,6 +12,7 @@ from tracefp4.tasks.base import BatchScorer, CountingTask, Prompt, SolvedTask, T
 from tracefp4.tasks.calculator import Calculator, CalculatorConfig
 from tracefp4.tasks.dataset import DatasetConfig, DatasetTask
 from tracefp4.tasks.encode import PromptEncoder
+from tracefp4.tasks.exchange import Exchanges
 from tracefp4.tasks.reasoning import ReasoningGym, ReasoningGymConfig
 from tracefp4.tasks.running_sums import RunningSums, RunningSumsConfig
 from tracefp4.tasks.text_search import TextSearch, TextSearchConfig
@@ -22,6 +23,7 @@ __all__ = [
     "AnyTaskConfig",
     "BatchScorer",
     "CountingTask",
+    "Exchanges",
     "Prompt",
     "PromptEncoder",
     "SolvedTask",
