@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import tracefp4
 from tracefp4.errors import TracefpError
 from tracefp4.tasks.base import Prompt
 from tracefp4.tasks.checks import CheckConfig, make_check
@@ -213,7 +212,7 @@ c = make_check(CheckConfig(kind="python", function={str(rewards)!r} + ":score", 
 print(int(c.score_batch([Prompt("p", "t", "")], ["pid"])[0]), flush=True)
 c.score_batch([Prompt("p", "t", "")], ["hang"])
 """
-    environment = os.environ | {"PYTHONPATH": str(Path(tracefp4.__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
     )
