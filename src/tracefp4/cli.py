@@ -28,6 +28,7 @@ app = typer.Typer(
     add_completion=False,
 )
 
+_STOPPED = 3
 _INTERRUPTED = 130
 
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A TOML recipe.", show_default=False)]
@@ -41,7 +42,11 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the runs t
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Runs a command line and exits: 0 done, 1 a compared run failed, 2 a user's error, 130 Ctrl-C."""
+    """Runs a command line and exits.
+
+    0 done, 1 a compared run failed or the numbers broke, 2 a user's error, 3 a watchdog that is set to "stop" ended a
+    run (its state and checkpoint are saved, final.json says why), 130 Ctrl-C.
+    """
     try:
         code = app(arguments, standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
@@ -178,6 +183,7 @@ def _train_all(planned: list[tuple[Path, RunConfig]], overwrite: bool, resume: b
     for run_dir, _ in planned:
         if not (resume and any(run_dir.glob(f"{STATES}/step-*"))):
             create_run_dir(run_dir, overwrite=overwrite or resume)  # stopped before its first state: from the start
+    stopped = False
     for run_dir, config in planned:
         if resume and (run_dir / FINAL).exists():
             steps = json.loads((run_dir / FINAL).read_text(encoding="utf-8")).get("steps")
@@ -196,7 +202,13 @@ def _train_all(planned: list[tuple[Path, RunConfig]], overwrite: bool, resume: b
             raise
         if not (run_dir / FINAL).exists():
             write_json_atomic(run_dir / FINAL, final)
+        if why := final.get("stopped_by"):
+            stopped = True
+            print(f"{run_dir}: stopped by watch.{why['name']} after step {why['step']}; --resume goes on", flush=True)
+            continue
         print(f"{run_dir}: done in {time.monotonic() - started:.1f} s", flush=True)
+    if stopped:
+        raise typer.Exit(_STOPPED)
 
 
 def _print_error(message: str) -> None:
