@@ -22,13 +22,21 @@ def mismatch_remedy(rule: Rule, seen: Seen) -> str:
     return f"Nothing is quantized here, so the updates are too large: {slower}."
 
 
-def change_difficulty(reward: float | None) -> str:
-    """The first half of a sentence, by whether responses mostly succeed or fail."""
+def no_advantage_remedy(rule: Rule, reward: float | None, best: float) -> str:
+    """What to do where groups agree, by whether they succeed or fail. best: the highest mean reward so far."""
+    if reward is not None and reward < 0.1 * best and best >= 0.1:
+        return (
+            f"The mean reward has fallen from {best:.2g} to {reward:.2g}: the policy has collapsed, so lower "
+            f"{rule.key('train.lr')} and start from an earlier state."
+        )
+    spread = (
+        f"or raise {rule.key('sampling.samples_per_prompt')} or {rule.key('sampling.temperature')} so that the "
+        "responses of a group differ."
+    )
     if reward is None:
-        return "Change the difficulty of the problems, "
-    if reward >= 0.5:
-        return f"With a mean reward of {reward:.2g} the problems are too easy: make those of [task] harder, "
-    return f"With a mean reward of {reward:.2g} the problems are too hard: make those of [task] easier, "
+        return f"Change the difficulty of the problems of [task], {spread}"
+    too, better = ("easy", "harder") if reward >= 0.5 else ("hard", "easier")
+    return f"With a mean reward of {reward:.2g} the problems are too {too}: make those of [task] {better}, {spread}"
 
 
 FALLBACKS: dict[str, tuple[str, Callable[[Rule], str]]] = {

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from tracefp4.align.watch_remedies import FALLBACKS, change_difficulty, mismatch_remedy
+from tracefp4.align.watch_remedies import FALLBACKS, mismatch_remedy, no_advantage_remedy
 
 if TYPE_CHECKING:
     from tracefp4.align.watchdog import WatchConfig
@@ -79,17 +79,23 @@ class Rule:
 
 
 class _Start:
-    """The median of a figure's first n values; None until there are so many."""
+    """A run's own start: the median of a figure over its first n steps.
+
+    Values that were an alarm themselves are left out: a run that breaks at its third step would else be compared with
+    its broken self. It takes two values to have a start, as one may be an outlier that makes all later ones alarms.
+    """
 
     def __init__(self, n: int) -> None:
-        self._n, self._first = n, list[float]()
+        self._n, self._left, self._kept = n, n, list[float]()
 
-    def before(self, value: float) -> float | None:
-        """The start as known before this value, which is then taken in."""
-        if len(self._first) == self._n:
-            return statistics.median(self._first)
-        self._first.append(value)
-        return None
+    @property
+    def value(self) -> float | None:
+        return statistics.median(self._kept) if len(self._kept) >= min(2, self._n) else None
+
+    def add(self, value: float, alarm: bool) -> None:
+        if self._left and not alarm:
+            self._kept.append(value)
+        self._left = max(0, self._left - 1)
 
 
 def trend(steps: Sequence[float], values: Sequence[float]) -> tuple[float, float, float]:
@@ -138,8 +144,10 @@ class Mismatch(Rule):
 
     def look(self, seen: Seen) -> Finding | None:
         value = seen.values[MISMATCH]
-        start = self._start.before(value)
-        if start is None or value <= max(NEGLIGIBLE, self.config.mismatch_factor * start):
+        start = self._start.value
+        alarm = _mismatch_alarm(value, start, self.config)
+        self._start.add(value, alarm)
+        if start is None or not alarm:
             return None
         ratio = value / max(start, NEGLIGIBLE)
         return Finding(
@@ -149,6 +157,10 @@ class Mismatch(Rule):
             + mismatch_remedy(self, seen),
             {"value": value, "start": start, "ratio": ratio},
         )
+
+
+def _mismatch_alarm(value: float, start: float | None, config: WatchConfig) -> bool:
+    return start is not None and value > max(NEGLIGIBLE, config.mismatch_factor * start)
 
 
 class MismatchDrift(Rule):
@@ -168,7 +180,8 @@ class MismatchDrift(Rule):
 
     def look(self, seen: Seen) -> Finding | None:
         c, value = self.config, seen.values[MISMATCH]
-        start = self._start.before(value)
+        start = self._start.value
+        self._start.add(value, _mismatch_alarm(value, start, c))
         self._recent.append((seen.step, max(value, NEGLIGIBLE)))
         if start is None or len(self._recent) < c.drift_window:
             return None
@@ -216,8 +229,9 @@ class EntropyCollapse(Rule):
 
     def look(self, seen: Seen) -> Finding | None:
         value = seen.values["train/entropy"]
-        start = self._start.before(value)
+        start = self._start.value
         limit = max(self.config.entropy_floor, self.config.entropy_share * (start or 0.0))
+        self._start.add(value, value < limit)
         if value >= limit:
             return None
         of_start = "" if start is None else f" ({value / start:.1%} of this run's start)" if start else ""
@@ -241,8 +255,10 @@ class EntropyExplosion(Rule):
 
     def look(self, seen: Seen) -> Finding | None:
         value = seen.values["train/entropy"]
-        start = self._start.before(value)
-        if start is None or value <= max(self.config.entropy_floor, self.config.entropy_factor * start):
+        start = self._start.value
+        alarm = start is not None and value > max(self.config.entropy_floor, self.config.entropy_factor * start)
+        self._start.add(value, alarm)
+        if start is None or not alarm:
             return None
         ratio = value / max(start, 1e-12)
         return Finding(
@@ -265,13 +281,15 @@ class NoAdvantage(Rule):
         super().__init__(config, settings)
         self._recent: deque[float] = deque(maxlen=config.no_advantage_window)
         self._none_in_a_row = 0
+        self._best_reward = 0.0
 
     @property
     def patience(self) -> int:
         return 1  # counted here, as the two conditions wait differently
 
     def look(self, seen: Seen) -> Finding | None:
-        share = seen.values["train/no_advantage_share"]
+        share, reward = seen.values["train/no_advantage_share"], seen.values.get("reward/mean")
+        self._best_reward = max(self._best_reward, reward or 0.0)
         self._recent.append(share)
         self._none_in_a_row = self._none_in_a_row + 1 if share >= 1 else 0
         mean = statistics.fmean(self._recent)
@@ -282,13 +300,10 @@ class NoAdvantage(Rule):
             what = f"{mean:.0%} of the responses of {over} have no advantage"
         else:
             return None
-        reward = seen.values.get("reward/mean")
         return Finding(
             1.0,
             f"{what}: all rewards of a group are equal, so the update learns nothing from it. "
-            + change_difficulty(reward)
-            + f"or raise {self.key('sampling.samples_per_prompt')} or {self.key('sampling.temperature')} so that the "
-            "responses of a group differ.",
+            + no_advantage_remedy(self, reward, self._best_reward),
             {"share": share, "mean": mean} | ({} if reward is None else {"reward": reward}),
         )
 
@@ -380,20 +395,30 @@ class RewardZero(Rule):
     name = "reward_zero"
     needs = ("reward/mean",)
 
+    def __init__(self, config: WatchConfig, settings: Mapping[str, Any]) -> None:
+        super().__init__(config, settings)
+        self._last_reward: int | None = None
+
     @property
     def patience(self) -> int:
         return self.config.reward_zero_steps
 
     def look(self, seen: Seen) -> Finding | None:
         if seen.values["reward/mean"] != 0:
+            self._last_reward = seen.step
             return None
+        cut = seen.values.get("response/truncated_share", 0.0)
+        if self._last_reward is None:
+            why = "no response was ever right: the problems are too hard or the verifier does not recognise the answers"
+            what = "Read a few responses, then make the problems of [task] easier"
+        else:
+            why = f"the last reward was at step {self._last_reward}: the policy has collapsed"
+            what = f"Lower {self.key('train.lr')} and start from an earlier state"
         return Finding(
             1.0,
-            f"reward/mean is 0 at step {seen.step}{self.lasting}: the problems are too hard, the "
-            "verifier does not recognise the answers, or the policy has collapsed. Read a few responses; then make "
-            f"the problems of [task] easier, raise {self.key('sampling.max_new_tokens')} if they are cut off, or lower "
-            f"{self.key('train.lr')} if there were rewards before.",
-            {"truncated_share": seen.values.get("response/truncated_share", 0.0)},
+            f"reward/mean is 0 at step {seen.step}{self.lasting}, and {why}. {what}; {cut:.0%} of the responses are "
+            f"cut off by {self.key('sampling.max_new_tokens')}.",
+            {"truncated_share": cut},
         )
 
 
