@@ -143,19 +143,24 @@ class Mismatch(Rule):
         self._start = _Start(config.baseline_steps)
 
     def look(self, seen: Seen) -> Finding | None:
-        value = seen.values[MISMATCH]
+        c, value = self.config, seen.values[MISMATCH]
         start = self._start.value
-        alarm = _mismatch_alarm(value, start, self.config)
+        alarm = _mismatch_alarm(value, start, c)
         self._start.add(value, alarm)
-        if start is None or not alarm:
+        figures = {"value": value}
+        if start is not None and alarm:
+            ratio = value / max(start, NEGLIGIBLE)
+            figures |= {"start": start, "ratio": ratio}
+            severity, what = ratio, f"{ratio:.3g} times this run's start ({start:.3g})"
+        elif value > c.mismatch_limit:
+            severity, what = value / c.mismatch_limit, f"above {c.mismatch_limit:g}, where training rarely lasts"
+        else:
             return None
-        ratio = value / max(start, NEGLIGIBLE)
         return Finding(
-            ratio,
-            f"{MISMATCH} is {value:.3g} at step {seen.step}, {ratio:.3g} times this run's start ({start:.3g})"
-            f"{self.lasting}: trainer and rollout no longer give the same tokens the same probability. "
-            + mismatch_remedy(self, seen),
-            {"value": value, "start": start, "ratio": ratio},
+            severity,
+            f"{MISMATCH} is {value:.3g} at step {seen.step}, {what}{self.lasting}: trainer and rollout no longer give "
+            "the same tokens the same probability. " + mismatch_remedy(self, seen),
+            figures,
         )
 
 

@@ -31,11 +31,12 @@ class WatchConfig(StrictModel):
     patience: a condition must hold for so many steps in a row, where the watchdog has no count of its own. cooldown:
     steps until a watchdog warns again of what lasts; it warns earlier where the figure has grown ``worse``-fold.
     baseline_steps: the run's own start is the median of so many first steps.
-    mismatch_factor: times the start. drift_window, drift_growth: steps of the trend, and how far it must have risen
-    within them. mismatch_max_limit: of a single token, nats. entropy_share, entropy_floor: of the start, and nats.
-    entropy_factor: times the start. no_advantage_share, no_advantage_window: mean over so many steps.
-    guided_share: least share of guided rows. grad_norm_factor: times the running median. tis_clip_share: of tokens
-    above train.tis_cap. truncated_share: of responses. reward_zero_steps: steps without any reward.
+    mismatch_factor: times the start; mismatch_limit: nats, whatever the start. drift_window, drift_growth: steps of
+    the trend, and how far it must have risen within them. mismatch_max_limit: of a single token, nats.
+    entropy_share, entropy_floor: of the start, and nats. entropy_factor: times the start. no_advantage_share,
+    no_advantage_window: mean over so many steps. guided_share: least share of guided rows. grad_norm_factor: times
+    the running median. tis_clip_share: of tokens above train.tis_cap. truncated_share: of responses.
+    reward_zero_steps: steps without any reward.
     """
 
     mismatch: Level = "warn"
@@ -57,6 +58,7 @@ class WatchConfig(StrictModel):
     worse: float = Field(2.0, gt=1)
     baseline_steps: int = Field(5, ge=1)
     mismatch_factor: float = Field(3.0, gt=1)
+    mismatch_limit: float = Field(0.1, gt=0)
     drift_window: int = Field(50, ge=10, le=1000)
     drift_growth: float = Field(1.5, gt=1)
     mismatch_max_limit: float = Field(10.0, gt=0)
