@@ -1,4 +1,4 @@
-"""The command line: `tracefp4 train | compare | warmstart | methods`.
+"""The command line: `tracefp4 train | compare | warmstart | methods | plan`.
 
 A user's error is one sentence on standard error and exit code 2; an unexpected exception keeps its traceback.
 Commands import what they run on use, so that `--help` answers at once.
@@ -20,6 +20,7 @@ from tracefp4.errors import TracefpError
 
 if TYPE_CHECKING:
     from tracefp4.loop import RunConfig
+    from tracefp4.recipe import QuantRecipe
 
 app = typer.Typer(
     help="FP4 rollouts for LLM reinforcement learning, with the trainer rounding as the rollout did.",
@@ -155,6 +156,48 @@ def methods() -> None:
     width = max(len(method.name) for method in known)
     for method in known:
         print(f"{method.name:<{width}}  {method.description}")
+
+
+@app.command()
+def plan(
+    *,
+    model: Annotated[
+        str, typer.Option(metavar="NAME|DIR", help="A known name, a config.json or its folder.", show_default=False)
+    ],
+    context: Annotated[int, typer.Option(metavar="N", help="Tokens of a trajectory.", show_default=False)],
+    trajectories: Annotated[int, typer.Option(metavar="N", help="Trajectories of a step.", show_default=False)],
+    link: Annotated[float, typer.Option(metavar="GBPS", help="Bandwidth of the link, GB/s.")] = 300.0,
+    disk: Annotated[float, typer.Option(metavar="GBPS", help="Bandwidth of the disk, GB/s.")] = 5.0,
+    memory: Annotated[float, typer.Option(metavar="GB", help="Memory of weights and KV cache, GB.")] = 130.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Size the guidance of every mode, and the KV cache, before a run."""
+    from rich.console import Console
+
+    from tracefp4.guidance import plan as sizing
+    from tracefp4.report.plan_table import capacity_table, guidance_table
+
+    shape = sizing.find_model(model)
+    result = sizing.plan(shape, _guided_recipes(shape.num_layers), context, trajectories, link, disk, memory)
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    console = Console()
+    if not console.is_terminal:  # rich assumes 80 columns then, which folds the headings to shreds
+        console = Console(width=200)
+    console.print(guidance_table(result, transposed=console.width < 140))
+    console.print(capacity_table(result))
+
+
+def _guided_recipes(num_layers: int) -> list[tuple[str, QuantRecipe]]:
+    """Every guided mode, widest first, and the narrowest record that no mode uses."""
+    from dataclasses import replace
+
+    from tracefp4.methods import QuantConfig, list_methods
+
+    modes = [(m.name, m.recipe(QuantConfig(), num_layers)) for m in list_methods() if m.guidance is not None]
+    modes += [(f"{name}, 1.0625", replace(recipe, bits=1.0625)) for name, recipe in modes if recipe.bits == 1.125]
+    return sorted(modes, key=lambda mode: -mode[1].bits * len(mode[1].guided_layers))
 
 
 def parse_seeds(text: str) -> list[int]:
