@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "asynchronous": CORE | {"guidance", "loop", "report", "tasks", "train", "rollout"},
     "bench": CORE | {"guidance", "nn"},
     "compare": LEAVES | {"report"},
-    "cli": LEAVES | {"loop", "asynchronous", "compare", "methods", "train", "report", "formats", "guidance"},
+    "cli": LEAVES | {"loop", "asynchronous", "compare", "methods", "train", "report", "formats", "guidance", "recipe"},
     "__main__": {"cli"},
 }
 """What each top-level module may import besides itself. `from tracefp4 import __version__` is free."""

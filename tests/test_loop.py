@@ -113,6 +113,7 @@ def test_the_trained_policy_is_a_checkpoint_to_go_on_from(tmp_path: Path) -> Non
     assert not again.engine.model._head.equal(first.engine.model._head)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "checkpoint",
+        "events.jsonl",
         "metrics.jsonl",
         "run.json",
         "states",

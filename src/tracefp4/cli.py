@@ -1,4 +1,4 @@
-"""The command line: `tracefp4 train | compare | report | warmstart | methods`.
+"""The command line: `tracefp4 train | compare | report | warmstart | methods | plan`.
 
 A user's error is one sentence on standard error and exit code 2; an unexpected exception keeps its traceback.
 Commands import what they run on use, so that `--help` answers at once.
@@ -20,6 +20,7 @@ from tracefp4.errors import TracefpError
 
 if TYPE_CHECKING:
     from tracefp4.loop import RunConfig
+    from tracefp4.recipe import QuantRecipe
 
 app = typer.Typer(
     help="FP4 rollouts for LLM reinforcement learning, with the trainer rounding as the rollout did.",
@@ -28,6 +29,7 @@ app = typer.Typer(
     add_completion=False,
 )
 
+_STOPPED = 3
 _INTERRUPTED = 130
 
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A TOML recipe.", show_default=False)]
@@ -41,7 +43,11 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the runs t
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Runs a command line and exits: 0 done, 1 a compared run failed, 2 a user's error, 130 Ctrl-C."""
+    """Runs a command line and exits.
+
+    0 done, 1 a compared run failed or the numbers broke, 2 a user's error, 3 a watchdog that is set to "stop" ended a
+    run (its state and checkpoint are saved, final.json says why), 130 Ctrl-C.
+    """
     try:
         code = app(arguments, standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
@@ -174,6 +180,48 @@ def methods() -> None:
         print(f"{method.name:<{width}}  {method.description}")
 
 
+@app.command()
+def plan(
+    *,
+    model: Annotated[
+        str, typer.Option(metavar="NAME|DIR", help="A known name, a config.json or its folder.", show_default=False)
+    ],
+    context: Annotated[int, typer.Option(metavar="N", help="Tokens of a trajectory.", show_default=False)],
+    trajectories: Annotated[int, typer.Option(metavar="N", help="Trajectories of a step.", show_default=False)],
+    link: Annotated[float, typer.Option(metavar="GBPS", help="Bandwidth of the link, GB/s.")] = 300.0,
+    disk: Annotated[float, typer.Option(metavar="GBPS", help="Bandwidth of the disk, GB/s.")] = 5.0,
+    memory: Annotated[float, typer.Option(metavar="GB", help="Memory of weights and KV cache, GB.")] = 130.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Size the guidance of every mode, and the KV cache, before a run."""
+    from rich.console import Console
+
+    from tracefp4.guidance import plan as sizing
+    from tracefp4.report.plan_table import capacity_table, guidance_table
+
+    shape = sizing.find_model(model)
+    result = sizing.plan(shape, _guided_recipes(shape.num_layers), context, trajectories, link, disk, memory)
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    console = Console()
+    if not console.is_terminal:  # rich assumes 80 columns then, which folds the headings to shreds
+        console = Console(width=200)
+    console.print(guidance_table(result, transposed=console.width < 140))
+    console.print(capacity_table(result))
+
+
+def _guided_recipes(num_layers: int) -> list[tuple[str, QuantRecipe]]:
+    """Every guided mode, widest first, and the narrowest record that no mode uses."""
+    from dataclasses import replace
+
+    from tracefp4.methods import QuantConfig, list_methods
+
+    modes = [(m.name, m.recipe(QuantConfig(), num_layers)) for m in list_methods() if m.guidance is not None]
+    modes += [(f"{name}, 1.0625", replace(recipe, bits=1.0625)) for name, recipe in modes if recipe.bits == 1.125]
+    return sorted(modes, key=lambda mode: -mode[1].bits * len(mode[1].guided_layers))
+
+
 def parse_seeds(text: str) -> list[int]:
     """'0,1,2' to numbers; ConfigError for anything else."""
     parts = [part.strip() for part in text.split(",")]
@@ -200,6 +248,7 @@ def _train_all(planned: list[tuple[Path, RunConfig]], overwrite: bool, resume: b
     for run_dir, _ in planned:
         if not (resume and any(run_dir.glob(f"{STATES}/step-*"))):
             create_run_dir(run_dir, overwrite=overwrite or resume)  # stopped before its first state: from the start
+    stopped = False
     for run_dir, config in planned:
         if resume and (run_dir / FINAL).exists():
             steps = json.loads((run_dir / FINAL).read_text(encoding="utf-8")).get("steps")
@@ -218,7 +267,13 @@ def _train_all(planned: list[tuple[Path, RunConfig]], overwrite: bool, resume: b
             raise
         if not (run_dir / FINAL).exists():
             write_json_atomic(run_dir / FINAL, final)
+        if why := final.get("stopped_by"):
+            stopped = True
+            print(f"{run_dir}: stopped by watch.{why['name']} after step {why['step']}; --resume goes on", flush=True)
+            continue
         print(f"{run_dir}: done in {time.monotonic() - started:.1f} s", flush=True)
+    if stopped:
+        raise typer.Exit(_STOPPED)
 
 
 def _print_error(message: str) -> None:

@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -21,13 +22,15 @@ from pydantic import Field, model_validator
 from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from tracefp4.align.watchdog import Event, Watch, WatchConfig
 from tracefp4.assets import builtin_model_path
 from tracefp4.config import StrictModel, config_hash, resolved
 from tracefp4.errors import TracefpError
 from tracefp4.guidance.store import MemoryStore
 from tracefp4.methods import QuantConfig, get_method
 from tracefp4.nn.loading import checkpoint_directory, load_policy, read_config
-from tracefp4.report import RunLogger, progress, write_json_atomic
+from tracefp4.report import EventLog, RunLogger, progress, read_jsonl, write_json_atomic
+from tracefp4.report.logger import METRICS
 from tracefp4.report.provenance import provenance
 from tracefp4.rollout.engine import RolloutConfig, RolloutEngine
 from tracefp4.tasks import AnyTaskConfig, CountingTask, Prompt, PromptEncoder, Task, make_task, score_all
@@ -98,6 +101,7 @@ class RunConfig(StrictModel):
     rollout: RolloutConfig = RolloutConfig()
     train: TrainConfig = TrainConfig()
     run: LoopConfig = LoopConfig()
+    watch: WatchConfig = WatchConfig()
 
     @model_validator(mode="after")
     def _known_method(self) -> RunConfig:
@@ -360,7 +364,8 @@ class TrainingRun:
 
 
 FREE_ON_RESUME = frozenset(
-    f"run.{key}" for key in ("steps", "save_every", "state_every", "keep_states", "tensorboard", "threads")
+    [f"run.{key}" for key in ("steps", "save_every", "state_every", "keep_states", "tensorboard", "threads")]
+    + [f"watch.{key}" for key in WatchConfig.model_fields]
 )
 """Settings that a resumed run may change."""
 
@@ -388,6 +393,19 @@ def _resume(run: TrainingRun, run_dir: Path) -> tuple[int, float | None]:
     return facts["step"], facts["pass_rate_start"]
 
 
+def _watch(config: RunConfig, run_dir: Path, first: int, say: Callable[[str], None]) -> Watch:
+    """The run's watchdogs, in the state they were in after the steps that metrics.jsonl holds."""
+    log = EventLog(run_dir, first)
+
+    def report(event: Event) -> None:
+        log.write(asdict(event))
+        say(f"{'stop' if event.level == 'stop' else 'warning'}: {event.name}: {event.message}")
+
+    watch = Watch(config.watch, resolved(config), report)
+    watch.replay(read_jsonl(run_dir / METRICS))
+    return watch
+
+
 def run_training(
     config: RunConfig,
     run_dir: Path,
@@ -397,8 +415,9 @@ def run_training(
     """Trains one method as configured and writes metrics.jsonl, timing.jsonl, run.json and checkpoint/ to run_dir.
 
     resume: go on from the newest state in run_dir; the metrics are then those of a run that was never interrupted.
-    Returns the run's summary: held-out pass rate before and after, with its n. Raises TracefpError for what the user
-    can mend, FloatingPointError where the numbers broke.
+    Returns the run's summary: held-out pass rate before and after, with its n; where a watchdog ended the run,
+    "stopped_by" says which and why, "steps" are those done, and there is no pass rate after. Raises TracefpError for
+    what the user can mend, FloatingPointError where the numbers broke.
     """
     run = TrainingRun(config)
     first, start = _resume(run, run_dir) if resume else (0, None)
@@ -421,6 +440,7 @@ def run_training(
         RunLogger(run_dir, tensorboard=config.run.tensorboard, first_step=first) as logger,
         progress(config.run.steps - first, f"{run.method.name}, seed {config.run.seed}") as bar,
     ):
+        watch = _watch(config, run_dir, first, bar.say)
         for index in range(first, config.run.steps):
             metrics, timing = run.step(index)
             every = config.run.eval_every
@@ -430,19 +450,22 @@ def run_training(
                     metrics["eval/pass_rate"] = rate
             logger.log(index, metrics, timing)
             bar.step(reward=metrics["reward/mean"], diff=metrics.get("mismatch/logprob_abs_diff_mean", 0.0))
+            stop = watch.check(index, metrics)
             if config.run.save_every and (index + 1) % config.run.save_every == 0:
                 run.save(run_dir / "checkpoint")
-            last = index + 1 == config.run.steps
+            last = stop or index + 1 == config.run.steps
             if config.run.state_every and ((index + 1) % config.run.state_every == 0 or last):
                 _save_state(run, run_dir, index + 1, start)
             if on_step:
                 on_step(index, metrics)
+            if stop:
+                break
     run.save(run_dir / "checkpoint")
-    end = run.evaluate("end")
+    end = run.evaluate("end") if watch.stopped is None else None
     if start is not None:
         summary |= {
             "eval/pass_rate_start": start,
             "eval/pass_rate_end": end,
             "eval/n": config.run.eval_prompts,
         }
-    return summary
+    return summary | watch.summary()

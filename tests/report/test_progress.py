@@ -29,3 +29,22 @@ def test_a_bar_on_a_terminal() -> None:
         bar.step(reward=0.5)
     assert "qat" in out.getvalue()
     assert "\n" not in out.getvalue().strip("\n\r").split("qat")[0]
+
+
+def test_a_sentence_between_the_lines() -> None:
+    out = io.StringIO()
+    with progress(1, "qat", file=out) as bar:
+        bar.say("warning: mismatch: [task] is 3 times too hard")
+        bar.step()
+    assert out.getvalue() == "warning: mismatch: [task] is 3 times too hard\nqat: step 1/1\n"
+
+
+def test_a_sentence_above_the_bar_stays_one_line() -> None:
+    out = Terminal()
+    text = "warning: no_advantage: " + "make the problems of [task] easier " * 10
+    with progress(2, "qat", file=out) as bar:
+        bar.step()
+        bar.say(text)
+        bar.step()
+    assert text in out.getvalue()  # whole: neither folded, nor read as markup, nor overwritten by the bar
+    assert out.getvalue().split(text)[1].startswith("\n")

@@ -1,5 +1,6 @@
 """Logs of a run, progress, and the tables that compare runs."""
 
+from tracefp4.report.events import EventLog
 from tracefp4.report.logger import (
     RunFolderError,
     RunLogger,
@@ -14,6 +15,7 @@ from tracefp4.report.summary import summarize
 from tracefp4.report.table import markdown_table, rich_table
 
 __all__ = [
+    "EventLog",
     "RunFolderError",
     "RunLogger",
     "create_run_dir",

@@ -3,6 +3,7 @@
     metrics.jsonl   one JSON object per step: {"reward/mean": 0.41, ..., "step": 0}; keys sorted, floats by
                     repr, no wall-clock figure, so equal runs give equal files
     timing.jsonl    the same for wall-clock figures, which never repeat
+    events.jsonl    what the watchdogs said, one JSON object per event, see `report.events`
     config.json     the resolved config          (written by the command line)
     final.json      the summary of the whole run (written by the command line, unless the loop did)
     run.json        commit, versions, hardware   (written by the loop)
@@ -27,7 +28,8 @@ from typing import Any
 from tracefp4.errors import TracefpError
 
 METRICS, TIMING, CONFIG, FINAL = "metrics.jsonl", "timing.jsonl", "config.json", "final.json"
-_OURS = frozenset({METRICS, TIMING, CONFIG, FINAL, "run.json", "checkpoint", "states", "tensorboard"})
+EVENTS = "events.jsonl"
+_OURS = frozenset({METRICS, TIMING, EVENTS, CONFIG, FINAL, "run.json", "checkpoint", "states", "tensorboard"})
 
 
 class RunFolderError(TracefpError):
@@ -189,9 +191,14 @@ def _keep_steps_before(path: Path, step: int) -> None:
             break
     if len(kept) < step:
         raise RunFolderError(f"{path} lacks step {len(kept)}, so the run cannot go on from step {step}: start it anew")
+    write_lines_atomic(path, kept)
+
+
+def write_lines_atomic(path: Path, lines: list[str]) -> None:
+    """Replaces a file by these lines, which end in line breaks; a reader sees the old file or the new one."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.writelines(kept)
+        file.writelines(lines)
         file.flush()
         os.fsync(file.fileno())
     os.chmod(temporary, 0o644)

@@ -22,6 +22,9 @@ class Bar(Protocol):
     def step(self, **figures: float) -> None:
         """One step is done; `figures` are shown beside it."""
 
+    def say(self, text: str) -> None:
+        """A line of its own, above the bar where there is one."""
+
 
 @contextmanager
 def progress(total: int, label: str, *, every: int = 10, file: TextIO | None = None) -> Iterator[Bar]:
@@ -54,7 +57,10 @@ class _Lines:
         self.done += 1
         if self.done % self.every == 0 or self.done == self.total:
             text = f"{self.label}: step {self.done}/{self.total}  {format_figures(figures)}".rstrip()
-            print(text, file=self.file, flush=True)
+            self.say(text)
+
+    def say(self, text: str) -> None:
+        print(text, file=self.file, flush=True)
 
 
 class _RichBar:
@@ -64,6 +70,9 @@ class _RichBar:
 
     def step(self, **figures: float) -> None:
         self.display.update(self.task, advance=1, figures=format_figures(figures))
+
+    def say(self, text: str) -> None:
+        self.display.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def format_figures(figures: dict[str, float]) -> str:
