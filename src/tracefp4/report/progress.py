@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol, TextIO
 
 from rich.console import Console
@@ -54,7 +54,8 @@ class _Lines:
         self.done += 1
         if self.done % self.every == 0 or self.done == self.total:
             text = f"{self.label}: step {self.done}/{self.total}  {format_figures(figures)}".rstrip()
-            print(text, file=self.file, flush=True)
+            with suppress(OSError):  # a log on a full disk is no reason to end a run
+                print(text, file=self.file, flush=True)
 
 
 class _RichBar:
