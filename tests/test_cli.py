@@ -33,7 +33,7 @@ class FakeConfig(StrictModel):
 
 
 class FakeLoop(types.ModuleType):
-    """Stands in for tracefp4.loop; `fail` is raised by the next training."""
+    """Stands in for tracefp4.loop; `fail` is raised by the next training, `refuse` by the check before it."""
 
     RunConfig = FakeConfig
 
@@ -42,8 +42,13 @@ class FakeLoop(types.ModuleType):
         self.calls: list[tuple[FakeConfig, Path]] = []
         self.resumed: list[bool] = []
         self.fail: BaseException | None = None
+        self.checked: list[tuple[list[tuple[str, int, str]], bool]] = []
+        self.refuse: TracefpError | None = None
 
-    STATES = "states"
+    def check_start(self, planned: list[tuple[FakeConfig, Path]], resume: bool = False) -> None:
+        self.checked.append(([(config.method.name, config.run.seed, str(path)) for config, path in planned], resume))
+        if self.refuse is not None:
+            raise self.refuse
 
     def run_training(self, config: FakeConfig, run_dir: Path, resume: bool = False) -> dict[str, Any]:
         self.calls.append((config, run_dir))
@@ -251,12 +256,17 @@ def test_compare_passes_its_arguments_on(loop: FakeLoop, monkeypatch: pytest.Mon
     assert run("compare", "r.toml", "run.steps=3", "--modes", "bf16, qat", "--seeds", "0,5", "--out", "o") == 0
     assert run("compare", "r.toml", "--out", "o", "--jobs", "3", "--overwrite") == 0
     assert calls == [
-        (("r.toml", ["bf16", "qat"], [0, 5], Path("o"), ["run.steps=3"], None), {"overwrite": False}),
+        (
+            ("r.toml", ["bf16", "qat"], [0, 5], Path("o"), ["run.steps=3"], None),
+            {"overwrite": False, "resume": False, "steps": 3},
+        ),
         (
             ("r.toml", ["bf16", "naive", "qat", "trace", "trace-all"], [0, 1, 2], Path("o"), [], 3),
-            {"overwrite": True},
+            {"overwrite": True, "resume": False, "steps": 2},
         ),
     ]
+    assert loop.checked[0] == ([(m, s, f"o/{m}/seed{s}") for m in ("bf16", "qat") for s in (0, 5)], False)
+    assert len(loop.checked[1][0]) == 15
 
 
 def test_methods_are_listed_one_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from tracefp4.guidance.store import GuidanceStore
 from tracefp4.methods import QuantConfig, get_method
 from tracefp4.recipe import QuantRecipe
 from tracefp4.rollout.engine import RolloutConfig, RolloutEngine
+from tracefp4.tasks import build_tokenizer
 from tracefp4.types import Request, SamplingParams
 
 STOP = 1
@@ -70,6 +72,13 @@ def tiny_model(config: Qwen3MoeConfig, dtype: str | torch.dtype = torch.float32,
     for p in model.parameters():  # not model.to(dtype): the rotary frequencies are FP32 buffers
         p.data = p.data.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
     return model.eval()
+
+
+def tiny_checkpoint(directory: Path) -> Path:
+    """Writes ``tiny_model`` in BF16 and the arithmetic tokenizer as a Hugging Face directory; returns it."""
+    tiny_model(tiny_config(), torch.bfloat16).save_pretrained(directory)
+    build_tokenizer().save_pretrained(directory)
+    return directory
 
 
 def tiny_requests(

@@ -6,7 +6,6 @@ Commands import what they run on use, so that `--help` answers at once.
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 import time
@@ -153,10 +152,7 @@ def compare(
     again = ["compare", recipe, *settings, "--out", str(out), "--modes", ",".join(names)]
     again += ["--seeds", ",".join(map(str, numbers)), *(["--jobs", str(jobs)] if jobs else []), "--resume"]
     try:
-        with signals.stoppable():
-            comparison.compare(
-                recipe, names, numbers, out, settings, jobs, overwrite=overwrite, resume=resume, steps=steps
-            )
+        comparison.compare(recipe, names, numbers, out, settings, jobs, overwrite=overwrite, resume=resume, steps=steps)
     except signals.Stopped as stop:
         _exit_stopped(stop, "", again)
 
@@ -214,6 +210,7 @@ def _check_start(planned: list[tuple[RunConfig, Path]], resume: bool) -> None:
 def _train_all(planned: list[tuple[Path, RunConfig]], overwrite: bool, resume: bool, again: list[str]) -> None:
     """Runs one after another; every folder is checked, locked and made before the first run starts."""
     from tracefp4.report import create_run_dir, ensure_dir
+    from tracefp4.report.logger import is_complete
     from tracefp4.saves import STATES
 
     _check_start([(config, run_dir) for run_dir, config in planned], resume)
@@ -221,28 +218,18 @@ def _train_all(planned: list[tuple[Path, RunConfig]], overwrite: bool, resume: b
         for run_dir, _ in planned:
             locks.enter_context(folder_lock(ensure_dir(run_dir)))
         for run_dir, config in planned:
-            kept = resume and (any(run_dir.glob(f"{STATES}/step-*")) or _is_complete(run_dir, config))
+            kept = resume and (any(run_dir.glob(f"{STATES}/step-*")) or is_complete(run_dir, config.run.steps))
             if not kept:  # stopped before its first state: from the start
                 create_run_dir(run_dir, overwrite=overwrite or resume)
+        locks.enter_context(signals.stoppable())
         for run_dir, config in planned:
-            if resume and _is_complete(run_dir, config):
+            if resume and is_complete(run_dir, config.run.steps):
                 print(f"{run_dir}: complete already", flush=True)
                 continue
             try:
-                with signals.stoppable():
-                    _train_one(run_dir, config, resume)
+                _train_one(run_dir, config, resume)
             except signals.Stopped as stop:
                 _exit_stopped(stop, _saved_steps(run_dir / STATES), again)
-
-
-def _is_complete(run_dir: Path, config: RunConfig) -> bool:
-    from tracefp4.report.logger import FINAL
-
-    try:
-        steps = json.loads((run_dir / FINAL).read_text(encoding="utf-8")).get("steps")
-    except (OSError, ValueError):
-        return False
-    return bool(steps == config.run.steps)
 
 
 def _train_one(run_dir: Path, config: RunConfig, resume: bool) -> None:

@@ -23,6 +23,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
+from tracefp4 import signals
 from tracefp4.config import ConfigError
 from tracefp4.errors import TracefpError
 from tracefp4.files import folder_lock, storage_errors, warn, write_text_atomic
@@ -35,7 +36,7 @@ from tracefp4.report import (
     summarize,
     write_json_atomic,
 )
-from tracefp4.report.logger import CONFIG, FINAL, METRICS
+from tracefp4.report.logger import CONFIG, METRICS, is_complete
 from tracefp4.report.progress import bar_columns
 from tracefp4.report.provenance import append_resume, usable_cores
 from tracefp4.report.table import provenance_lines
@@ -86,7 +87,8 @@ def compare(
     jobs: processes at once; the smaller of the number of modes and of cores unless told. overwrite: remove
     the runs of these modes and seeds that `out_dir` holds; other files there stay. resume: go on with them instead;
     where `steps` says how many steps a run has, modes whose runs are all complete start no process. Raises
-    CompareError after a failing process has been shown and the others ended.
+    CompareError after a failing process has been shown and the others ended, signals.Stopped once a signal has ended
+    them all.
     """
     console = console or Console(stderr=True)
     out_dir = Path(out_dir)
@@ -99,12 +101,18 @@ def compare(
         threads = max(1, usable_cores() // jobs)
         more = ["--resume"] if resume else []
         children = [
-            _Child(mode, [*command(str(recipe), mode, seeds, out_dir / mode, overrides), *more], out_dir / mode, seeds)
+            _Child(
+                mode,
+                [*command(str(recipe), mode, seeds, out_dir / mode, overrides), *more],
+                out_dir / mode,
+                seeds,
+                append=resume,
+            )
             for mode in modes
-            if not (resume and all(_is_complete(run_folder(out_dir, mode, seed), steps) for seed in seeds))
+            if not (resume and all(is_complete(run_folder(out_dir, mode, seed), steps) for seed in seeds))
         ]
         started = time.monotonic()
-        with _display(console, children) as show:
+        with signals.stoppable(), _display(console, children) as show:
             _run_all(children, jobs, _child_environment(threads), show, console)
         summary = {**summarize(out_dir, modes, seeds), **origin, "jobs": jobs, "threads_per_run": threads}
         summary["wall_seconds"] = {"total": time.monotonic() - started, **{c.mode: c.seconds for c in children}}
@@ -185,14 +193,6 @@ def _write_request(out_dir: Path, modes: Sequence[str], seeds: Sequence[int], be
     return origin
 
 
-def _is_complete(folder: Path, steps: int | None) -> bool:
-    try:
-        final = json.loads((folder / FINAL).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return steps is not None and final.get("steps") == steps
-
-
 def _child_environment(threads: int) -> dict[str, str]:
     # torch takes its thread count from OMP_NUM_THREADS. Unbuffered, so that log.txt is whole if a child dies;
     # without tqdm's bars, which are noise in a file.
@@ -217,6 +217,8 @@ class _Child:
     folder: Path
     seeds: Sequence[int]
     process: subprocess.Popen[bytes] | None = None
+    append: bool = False
+    """Whether its log goes on behind an earlier one."""
     started: float = 0.0
     seconds: float = 0.0
     log: IO[bytes] | None = field(default=None, repr=False)
@@ -229,7 +231,7 @@ class _Child:
         """Runs it in a session of its own, so that a Ctrl-C reaches it through `end` alone, and only once."""
         with storage_errors(str(self.log_path)):
             self.folder.mkdir(parents=True, exist_ok=True)
-            log = open(self.log_path, "ab")  # noqa: SIM115
+            log = open(self.log_path, "ab" if self.append else "wb")  # noqa: SIM115
         self.started = time.monotonic()
         with log:
             self.process = subprocess.Popen(

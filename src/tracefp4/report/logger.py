@@ -183,6 +183,15 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file]
 
 
+def is_complete(run_dir: Path, steps: int | None) -> bool:
+    """Whether the folder's final.json tells of a run of ``steps`` steps."""
+    try:
+        final = json.loads((run_dir / FINAL).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return steps is not None and final.get("steps") == steps
+
+
 def _plain(value: Any) -> Any:
     """The value in plain JSON types: non-finite floats to None, scalars of numpy and torch to numbers."""
     if isinstance(value, Mapping):
