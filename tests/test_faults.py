@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 from safetensors import SafetensorError
-from tiny import tiny_checkpoint
 
+from tiny import tiny_checkpoint
 from tracefp4 import files, saves
 from tracefp4.cli import main
 from tracefp4.compare import compare
@@ -174,7 +174,7 @@ def test_figures_that_cannot_be_written_stop_the_run(
     name: str, number: int, recipe: Path, whole: Path, tmp_path: Path, disk: BadDisk, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    disk.fail(name, number, skip=1)  # the first step goes through
+    disk.fail(name, number, skip=2)  # the file is made and the first step goes through
     assert train(recipe, out) == 2
     assert f"error: {out / name} cannot be written ({os.strerror(number)})\n" in capsys.readouterr().err
     assert (out / "metrics.jsonl").read_bytes().endswith(b"}\n")
@@ -211,7 +211,8 @@ def test_a_state_that_fails_leaves_the_one_before(
     number: int, recipe: Path, whole: Path, tmp_path: Path, disk: BadDisk
 ) -> None:
     out = tmp_path / "out"
-    assert train(recipe, out, "run.steps=1") == 0
+    disk.fail("metrics.jsonl", number, skip=2)
+    assert train(recipe, out) == 2
     state = (out / "states/step-00000001/state.safetensors").read_bytes()
     disk.fail("states/|final.json", number)
     assert train(recipe, out, "--resume") == 2
@@ -245,13 +246,18 @@ def test_a_checkpoint_that_cannot_be_written(
 def test_a_checkpoint_half_written_is_none(
     file: str, number: int, recipe: Path, whole: Path, tmp_path: Path, disk: BadDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(tensors: Any, path: Any, metadata: Any = None) -> None:
+    def safetensors(*_: Any, **__: Any) -> None:
         raise SafetensorError(f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})")
+
+    def tokenizers(*_: Any, **__: Any) -> None:
+        raise Exception(f"{os.strerror(number)} (os error {number})")
 
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
         if file == "model.safetensors":
-            patch.setattr("transformers.modeling_utils.safe_save_file", refuse)
+            patch.setattr("transformers.modeling_utils.safe_save_file", safetensors)
+        elif file == "tokenizer.json":
+            patch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", tokenizers)
         else:
             disk.fail(f"out/.checkpoint-.*/{file}", number)
         assert train(recipe, out) == 2
@@ -287,12 +293,26 @@ def test_a_summary_that_cannot_be_written(
 
 
 @PROBLEMS
-@pytest.mark.parametrize("skip", [0, 3], ids=["start", "later"])
+@pytest.mark.parametrize("later", [False, True])
 def test_event_files_that_cannot_be_written_are_a_warning(
-    skip: int, number: int, recipe: Path, whole: Path, tmp_path: Path, disk: BadDisk, capfd: pytest.CaptureFixture[str]
+    later: bool,
+    number: int,
+    recipe: Path,
+    whole: Path,
+    tmp_path: Path,
+    disk: BadDisk,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    def write(self: RecordWriter, data: bytes, plain: Any = RecordWriter.write) -> None:
+        disk.check("an event")
+        plain(self, data)
+
     out = tmp_path / "out"
-    disk.fail("out/tensorboard", number, skip=skip)
+    monkeypatch.setattr(RecordWriter, "write", write)  # in a thread of tensorboard's own
+    disk.fail("an event" if later else "out/tensorboard", number, skip=30 if later else 0)
     assert train(recipe, out, "run.tensorboard=true") == 0
     error = capfd.readouterr().err
     assert error.count("tensorboard cannot be written") == 1
@@ -371,8 +391,7 @@ def test_a_folder_is_old_or_new(exchange: bool, tmp_path: Path, monkeypatch: pyt
             (staging / "f").write_text(text)
         assert (target / "f").read_text() == text
     with pytest.raises(ZeroDivisionError), replaced_dir(target) as staging:
-        (staging / "f").write_text("c")
-        raise ZeroDivisionError
+        (staging / str(1 / 0)).mkdir()
     assert (target / "f").read_text() == "b"
     assert [p.name for p in tmp_path.iterdir()] == ["d"]
     target.rename(tmp_path / ".d-old")  # a kill between the two renames

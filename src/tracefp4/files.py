@@ -1,7 +1,6 @@
 """Writing to disk so that a reader, or the next process, finds the old content or the new, never a half.
 
-What the disk refuses (full, read-only, permissions) is a `StorageError`: one sentence that names the file. safetensors
-reports a full disk as its own error type; it is treated as the same.
+What the disk refuses (full, read-only, permissions) is a `StorageError`: one sentence that names the file.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import re
 import shutil
 import socket
 import sys
@@ -17,8 +17,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-
-from safetensors import SafetensorError
 
 from tracefp4.errors import TracefpError
 
@@ -29,12 +27,16 @@ class StorageError(TracefpError):
     """A file or folder cannot be written; what was there before is still there."""
 
 
-def reason(error: OSError | SafetensorError) -> str:
-    """'No space left on device', without path and number."""
+def reason(error: Exception) -> str | None:
+    """'No space left on device' for an error of the operating system, None for any other.
+
+    safetensors and tokenizers are written in Rust and have types of their own for it, the latter plain Exception; what
+    they share is the text '(os error 28)'.
+    """
     if isinstance(error, OSError):
         return error.strerror or str(error)
-    text = str(error).split("I/O error: ")[-1]
-    return text.split(" (os error")[0]
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return os.strerror(int(found[1])) if found else None
 
 
 @contextmanager
@@ -42,8 +44,10 @@ def storage_errors(what: str) -> Iterator[None]:
     """Turns errors of the disk into a StorageError '{what} cannot be written (No space left on device)'."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        raise StorageError(f"{what} cannot be written ({reason(error)})") from error
+    except Exception as error:
+        if isinstance(error, StorageError) or (text := reason(error)) is None:
+            raise
+        raise StorageError(f"{what} cannot be written ({text})") from error
 
 
 def write_text_atomic(path: str | Path, text: str) -> None:
