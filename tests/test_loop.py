@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from tracefp4.assets import builtin_model_path
 from tracefp4.config import load_config
 from tracefp4.errors import TracefpError
-from tracefp4.loop import RunConfig, TrainingRun, derive_seed, run_training
+from tracefp4.loop import RunConfig, TrainingRun, check_start, derive_seed, run_training
 from tracefp4.types import Rollout, Trainer, WeightSync
 
 SMALL = {
@@ -123,6 +124,59 @@ def test_the_trained_policy_is_a_checkpoint_to_go_on_from(tmp_path: Path) -> Non
 def test_dtypes_of_the_two_paths_must_agree() -> None:
     with pytest.raises(ValueError, match=r"rollout.dtype bfloat16 and train.dtype float32 differ"):
         small("qat", train={"dtype": "float32"})
+
+
+def test_a_dtype_given_on_the_command_line_is_blamed_there() -> None:
+    with pytest.raises(TracefpError, match=r"train.dtype float32 differ: .* \(in the override 'train.dtype=float32'\)"):
+        load_config("recipes/demo.toml", ["run.seed=1", "train.dtype=float32", "run.steps=1"], RunConfig)
+
+
+@pytest.mark.parametrize(
+    ("run", "sentence"),
+    [
+        ({"eval_every": 2, "eval_prompts": 0}, "run.eval_every evaluates nothing while run.eval_prompts is 0"),
+        ({"keep_best": 1}, "run.keep_best compares evaluations: set run.eval_every and run.eval_prompts too"),
+    ],
+)
+def test_evaluations_that_would_not_happen_are_refused(run: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        small("bf16", run=run)
+
+
+BAD_STARTS = [
+    ("config.json", None, {}, "is no Hugging Face checkpoint directory"),
+    ("config.json", "{", {}, "config.json in .* cannot be read"),
+    ("model.safetensors", None, {}, r"holds no weights: it has no \*.safetensors file"),
+    ("model.safetensors", "cut", {}, "checkpoint .* cannot be read"),
+    ("tokenizer.json", "{", {}, "the tokenizer in .* cannot be read"),
+    (None, None, {"task": {"max_digits": 1, "max_terms": 3}, "sampling": {"prompts_per_step": 60000}}, "distinct"),
+    (None, None, {"run": {"eval_prompts": 5000}}, "the held-out pool; got 5000"),
+    (None, None, {"sampling": {"max_new_tokens": 250}}, "exceed rollout.max_model_len 256"),
+    (None, None, {"rollout": {"max_model_len": 100000}}, "rollout.max_model_len 100000 exceeds"),
+    (None, None, {"rollout": {"max_num_seqs": 10**8}}, "the KV cache would take"),
+]
+
+
+@pytest.mark.parametrize(("file", "content", "sections", "sentence"), BAD_STARTS)
+def test_what_would_stop_a_run_is_found_without_its_weights(
+    file: str | None,
+    content: str | None,
+    sections: dict[str, dict[str, object]],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(builtin_model_path("sums-moe"), model)
+    if file is not None and content is None:
+        (model / file).unlink()
+    elif file is not None and content is not None:
+        data = (model / file).read_bytes()[:-9] if content == "cut" else content.encode()
+        (model / file).write_bytes(data)
+    monkeypatch.setattr("tracefp4.loop.load_policy", lambda *_: pytest.fail("the weights were read"))
+    with pytest.raises(TracefpError, match=sentence):
+        check_start([(small("trace", **{**sections, "model": {"path": str(model)}}), tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
 
 
 def test_another_seed_draws_other_problems() -> None:
