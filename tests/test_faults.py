@@ -401,6 +401,18 @@ def test_a_folder_is_old_or_new(exchange: bool, tmp_path: Path, monkeypatch: pyt
     assert [p.name for p in tmp_path.iterdir()] == ["d"]
 
 
+def test_what_a_killed_process_left_is_swept(recipe: Path, whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(whole, out)
+    (out / "final.json").unlink()
+    for name in (".metrics.jsonl.abc", ".run.json.x_1"):
+        (out / name).write_text("{")
+    for name in (".checkpoint-q", ".checkpoint-best-q", "states/.step-00000003-q"):
+        (out / name).mkdir()
+    assert train(recipe, out, "--resume") == 0
+    assert_untroubled(out, whole)
+
+
 def test_a_killed_holder_frees_its_folder(tmp_path: Path) -> None:
     code = "import os, sys, pathlib; from tracefp4.files import folder_lock\n"
     code += "with folder_lock(pathlib.Path(sys.argv[1])): os.kill(os.getpid(), 9)"

@@ -26,7 +26,7 @@ from rich.progress import Progress, TaskID
 from tracefp4 import signals
 from tracefp4.config import ConfigError
 from tracefp4.errors import TracefpError
-from tracefp4.files import folder_lock, storage_errors, warn, write_text_atomic
+from tracefp4.files import folder_lock, storage_errors, sweep_files, warn, write_text_atomic
 from tracefp4.report import (
     create_run_dir,
     ensure_dir,
@@ -177,6 +177,7 @@ def _prepare(out_dir: Path, modes: Sequence[str], seeds: Sequence[int], overwrit
             with folder_lock(folder):
                 create_run_dir(folder, overwrite=True)
     with storage_errors(str(out_dir)):
+        sweep_files(out_dir)
         for name in (SUMMARY, TABLE):
             (out_dir / name).unlink(missing_ok=True)  # else a failed comparison shows the table of the last one
 

@@ -121,6 +121,13 @@ def sweep(target: Path) -> None:
             shutil.rmtree(left_over, ignore_errors=True)
 
 
+def sweep_files(folder: Path) -> None:
+    """Removes what killed processes left of ``write_text_atomic``; only for whoever has locked the folder."""
+    for pattern in (".*.json.*", ".*.jsonl.*", ".*.md.*"):
+        for left_over in folder.glob(pattern):
+            left_over.unlink(missing_ok=True)
+
+
 def sync(path: Path) -> None:
     """fsync of a file or folder."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -7,12 +7,13 @@ before stays whole.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tracefp4.files import StorageError, free_bytes, recover_dir, size_of, warn
+from tracefp4.files import StorageError, free_bytes, recover_dir, size_of, sweep_files, warn
 
 STATES, CHECKPOINT, BEST, BEST_FACTS = "states", "checkpoint", "checkpoint-best", "best.json"
 FIGURES_BYTES_PER_STEP = 16 << 10
@@ -81,6 +82,9 @@ class Saves:
         self.run_dir, self.sizes = run_dir, sizes
         self.failed = 0
         self._warned: set[str] = set()
+        sweep_files(run_dir)
+        for left_over in (run_dir / STATES).glob(".step-*"):
+            shutil.rmtree(left_over, ignore_errors=True)
         for name in (CHECKPOINT, BEST):
             recover_dir(run_dir / name)
 
