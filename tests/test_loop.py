@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tracefp4.assets import builtin_model_path
 from tracefp4.config import load_config
@@ -235,4 +236,14 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
     hf_config = json.loads((source / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**hf_config, "vocab_size": 16}))
     with pytest.raises(TracefpError, match=r"has 25 tokens, the model only 16"):
+        TrainingRun(small("bf16", model={"path": str(tmp_path)}))
+
+
+def test_a_checkpoint_of_nan_is_named(tmp_path: Path) -> None:
+    shutil.copytree(builtin_model_path("sums-moe"), tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in sorted(weights) if "norm" in name)
+    weights[name][0] = float("nan")
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(TracefpError, match=rf"checkpoint {tmp_path} cannot be used: weight .* holds NaN or Inf"):
         TrainingRun(small("bf16", model={"path": str(tmp_path)}))

@@ -11,7 +11,7 @@ import sys
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn, TextIO
 
 import typer
 
@@ -224,7 +224,7 @@ def _train_all(planned: list[tuple[Path, RunConfig]], overwrite: bool, resume: b
         locks.enter_context(signals.stoppable())
         for run_dir, config in planned:
             if resume and is_complete(run_dir, config.run.steps):
-                print(f"{run_dir}: complete already", flush=True)
+                _say(f"{run_dir}: complete already")
                 continue
             try:
                 _train_one(run_dir, config, resume)
@@ -250,7 +250,7 @@ def _train_one(run_dir: Path, config: RunConfig, resume: bool) -> None:
         raise
     if not (run_dir / FINAL).exists():
         write_json_atomic(run_dir / FINAL, final)
-    print(f"{run_dir}: done in {time.monotonic() - started:.1f} s", flush=True)
+    _say(f"{run_dir}: done in {time.monotonic() - started:.1f} s")
 
 
 def _saved_steps(states: Path) -> str:
@@ -264,11 +264,16 @@ def _saved_steps(states: Path) -> str:
 
 def _exit_stopped(stop: signals.Stopped, how_far: str, again: list[str]) -> NoReturn:
     """Says how to go on, and exits as a shell expects of a process that a signal ended."""
-    with suppress(OSError):
-        print(f"stopped by {stop}{how_far}; go on with: {shlex.join(['tracefp4', *again])}", file=sys.stderr)
+    _say(f"stopped by {stop}{how_far}; go on with: {shlex.join(['tracefp4', *again])}", sys.stderr)
     raise SystemExit(stop.exit_code)
 
 
 def _print_error(message: str) -> None:
     """One line, whatever line breaks the message holds."""
-    print("error: " + " ".join(message.split()), file=sys.stderr)
+    _say("error: " + " ".join(message.split()), sys.stderr)
+
+
+def _say(line: str, file: TextIO | None = None) -> None:
+    """A log on a full disk changes neither what a command does nor its exit code."""
+    with suppress(OSError):
+        print(line, file=file, flush=True)

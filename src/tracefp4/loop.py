@@ -208,7 +208,10 @@ class TrainingRun:
             pad_id=self.tokenizer.pad_token_id,
             seed=derive_seed(config.run.seed, "minibatches"),
         )
-        self.engine.update_weights(self.trainer.named_weights(), self.trainer.version)
+        try:
+            self.engine.update_weights(self.trainer.named_weights(), self.trainer.version)
+        except TracefpError as error:
+            raise TracefpError(f"checkpoint {parts.path} cannot be used: {error}") from error
 
     def requests(self, prompts: list[Prompt], samples: int, tag: str, probes: int = 0) -> list[Request]:
         """``samples`` requests a prompt, prompt by prompt. probes of them, spread evenly, keep their full codes."""
@@ -339,7 +342,7 @@ def check_start(planned: Sequence[tuple[RunConfig, Path]], resume: bool = False)
         if resume:
             check_resumable(config, run_dir)
         need += space_missing(run_dir, sizes, config.run)
-    check_space(planned[0][1], need)
+    check_space(Path(os.path.commonpath([run_dir.absolute() for _, run_dir in planned])), need)
 
 
 def check_resumable(config: RunConfig, run_dir: Path) -> None:
