@@ -77,8 +77,7 @@ class Check:
         kills = 0
         while kills < self.options.kills and self.start_and_kill(whole):
             kills += 1
-            lines = [p.read_bytes().count(b"\n") for p in sorted((self.folder / "killed").rglob("metrics.jsonl"))]
-            print(f"kill {kills}: {lines} steps logged", flush=True)
+            print(f"kill {kills}: {self.lines()} steps logged", flush=True)
         self.finish("killed")
         runs = [p.parent for p in (self.folder / "whole").rglob("metrics.jsonl")]
         names = [run.relative_to(self.folder / "whole") / file for run in runs for file in FILES]
@@ -109,10 +108,10 @@ class Check:
             # Mostly while it trains, sometimes while it starts.
             time.sleep(self.moments.uniform(0.1, 8 + 2 * whole / self.options.kills))
         else:
-            for _ in range(self.moments.randint(1, 4)):
-                while child.poll() is None and not self.is_writing():
-                    time.sleep(0.0005)
-                time.sleep(self.moments.uniform(0, 0.02))
+            goal = self.lines() + self.moments.randint(0, 3)  # not always the first save of a process
+            while child.poll() is None and not (self.lines() >= goal and self.is_writing()):
+                time.sleep(0.0005)
+            time.sleep(self.moments.uniform(0, 0.02))
         if child.poll() is not None:
             print("the run ended before it could be killed")
             return False
@@ -124,6 +123,9 @@ class Check:
                 sys.exit(f"these runs outlived their comparison: {self.orphans()}")
             time.sleep(0.1)
         return True
+
+    def lines(self) -> int:
+        return sum(p.read_bytes().count(b"\n") for p in (self.folder / "killed").rglob("metrics.jsonl"))
 
     def is_writing(self) -> bool:
         out = self.folder / "killed"
