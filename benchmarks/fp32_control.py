@@ -20,7 +20,7 @@ def main() -> None:
     run = TrainingRun(config)
     run.step(0)
     prompts = run.task.train_prompts(1, config.sampling.prompts_per_step)
-    trajectories = run.engine.generate(run.requests(prompts, config.sampling.samples_per_prompt, "step1"))
+    trajectories = run.engine.generate(run.parts.requests(prompts, config.sampling.samples_per_prompt, "step1"))
     batch = TrainBatch.collate(trajectories, run.tokenizer.pad_token_id)
     rows = run.trainer.builder.build(batch, run.trainer.version, RowCounts())
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import types
@@ -16,6 +17,7 @@ from tracefp4.cli import main, parse_seeds
 from tracefp4.config import ConfigError, StrictModel
 from tracefp4.errors import TracefpError
 from tracefp4.report import RunLogger
+from tracefp4.signals import Stopped
 
 
 class MethodSection(StrictModel):
@@ -33,7 +35,7 @@ class FakeConfig(StrictModel):
 
 
 class FakeLoop(types.ModuleType):
-    """Stands in for tracefp4.loop; `fail` is raised by the next training."""
+    """Stands in for tracefp4.loop; `fail` is raised by the next training, `refuse` by the check before it."""
 
     RunConfig = FakeConfig
 
@@ -42,8 +44,13 @@ class FakeLoop(types.ModuleType):
         self.calls: list[tuple[FakeConfig, Path]] = []
         self.resumed: list[bool] = []
         self.fail: BaseException | None = None
+        self.checked: list[tuple[list[tuple[str, int, str]], bool]] = []
+        self.refuse: TracefpError | None = None
 
-    STATES = "states"
+    def check_start(self, planned: list[tuple[FakeConfig, Path]], resume: bool = False) -> None:
+        self.checked.append(([(config.method.name, config.run.seed, str(path)) for config, path in planned], resume))
+        if self.refuse is not None:
+            raise self.refuse
 
     def run_training(self, config: FakeConfig, run_dir: Path, resume: bool = False) -> dict[str, Any]:
         self.calls.append((config, run_dir))
@@ -133,8 +140,9 @@ def test_resume_without_a_state_starts_anew(loop: FakeLoop) -> None:
     assert loop.resumed == [True]
 
 
-def test_resume_and_overwrite_contradict(loop: FakeLoop, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("train", "r.toml", "--out", "out", "--resume", "--overwrite") == 2
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_resume_and_overwrite_contradict(loop: FakeLoop, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command, "r.toml", "--out", "out", "--resume", "--overwrite") == 2
     assert "--resume goes on with a run and --overwrite removes it" in capsys.readouterr().err
     assert loop.calls == []
 
@@ -251,12 +259,54 @@ def test_compare_passes_its_arguments_on(loop: FakeLoop, monkeypatch: pytest.Mon
     assert run("compare", "r.toml", "run.steps=3", "--modes", "bf16, qat", "--seeds", "0,5", "--out", "o") == 0
     assert run("compare", "r.toml", "--out", "o", "--jobs", "3", "--overwrite") == 0
     assert calls == [
-        (("r.toml", ["bf16", "qat"], [0, 5], Path("o"), ["run.steps=3"], None), {"overwrite": False}),
+        (
+            ("r.toml", ["bf16", "qat"], [0, 5], Path("o"), ["run.steps=3"], None),
+            {"overwrite": False, "resume": False, "steps": 3},
+        ),
         (
             ("r.toml", ["bf16", "naive", "qat", "trace", "trace-all"], [0, 1, 2], Path("o"), [], 3),
-            {"overwrite": True},
+            {"overwrite": True, "resume": False, "steps": 2},
         ),
     ]
+    assert loop.checked[0] == ([(m, s, f"o/{m}/seed{s}") for m in ("bf16", "qat") for s in (0, 5)], False)
+    assert len(loop.checked[1][0]) == 15
+
+
+def test_compare_resumes_the_modes_and_seeds_of_its_folder(loop: FakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr("tracefp4.compare.compare", lambda *args, **kwargs: calls.append((args, kwargs)))
+    Path("o").mkdir()
+    Path("o/compare.json").write_text('{"modes": ["qat", "bf16"], "seeds": [4]}')
+    assert run("compare", "r.toml", "--out", "o", "--resume") == 0
+    assert run("compare", "r.toml", "--out", "o", "--resume", "--seeds", "4,5") == 0
+    assert [args[1:3] for args, _ in calls] == [(["qat", "bf16"], [4]), (["qat", "bf16"], [4, 5])]
+    assert loop.checked[0] == ([("qat", 4, "o/qat/seed4"), ("bf16", 4, "o/bf16/seed4")], True)
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_a_refused_start_leaves_no_folder(
+    loop: FakeLoop, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tracefp4.compare.train_command", lambda *_: pytest.fail("a child was started"))
+    loop.refuse = TracefpError("the tokenizer is broken")
+    assert run(command, "r.toml", "--out", "out") == 2
+    assert capsys.readouterr().err == "error: the tokenizer is broken\n"
+    assert not Path("out").exists()
+    assert loop.calls == []
+
+
+def test_stopped_comparison_says_how_to_go_on(
+    loop: FakeLoop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*_: Any, **__: Any) -> None:
+        raise Stopped(signal.SIGTERM)
+
+    monkeypatch.setattr("tracefp4.compare.compare", stopped)
+    assert run("compare", "r.toml", "run.steps=3", "--out", "o", "--modes", "bf16", "--seeds", "0,1") == 143
+    assert capsys.readouterr().err == (
+        "stopped by SIGTERM; go on with: "
+        "tracefp4 compare r.toml run.steps=3 --out o --modes bf16 --seeds 0,1 --resume\n"
+    )
 
 
 def test_methods_are_listed_one_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from tracefp4.compare import Command, CompareError, compare, train_command
 from tracefp4.config import ConfigError
+from tracefp4.files import StorageError, folder_lock
 from tracefp4.report import RunFolderError
 
 WRITE_RUN = """
@@ -40,6 +41,7 @@ pathlib.Path(sys.argv[2], "pid").write_text(str(os.getpid()))
 print("asleep", flush=True)
 time.sleep(60)
 """
+WATCHING = "from tracefp4.signals import end_with_stdin; end_with_stdin()" + SLEEP
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)" + SLEEP
 
 
@@ -79,7 +81,7 @@ def read_pid(path: Path) -> int:
 def test_the_command_of_a_mode(tmp_path: Path) -> None:
     assert train_command("r.toml", "trace", [0, 2], tmp_path / "trace", ["train.lr=1"])[1:] == [
         *("-m", "tracefp4", "train", "r.toml", "train.lr=1", "method.name=trace"),
-        *("--out", str(tmp_path / "trace"), "--seeds", "0,2"),
+        *("--out", str(tmp_path / "trace"), "--seeds", "0,2", "--end-with-stdin"),
     ]
 
 
@@ -134,7 +136,8 @@ def test_a_failing_child_is_shown_and_the_others_are_ended(tmp_path: Path) -> No
             console=Console(file=lines, width=80),
         )
     assert str(caught.value) == (
-        f"the run of qat failed with exit code 3; its whole log is {tmp_path / 'qat' / 'log.txt'}"
+        f"the run of qat failed with exit code 3; its whole log is {tmp_path / 'qat' / 'log.txt'}; "
+        "go on with --resume once that is mended"
     )
     assert caught.value.exit_code == 1
     assert lines.getvalue().endswith("log.txt:\n  loading\n  out of luck\n")
@@ -168,15 +171,21 @@ from pathlib import Path
 from tracefp4 import compare
 compare.GRACE_SECONDS = 0.5
 def command(recipe, mode, seeds, folder, overrides):
-    return [sys.executable, "-S", "-c", sys.argv[2], mode, str(folder)]
+    return [sys.executable, "-c", sys.argv[2], mode, str(folder)]
 compare.compare("r.toml", ["a", "b"], [0], sys.argv[1], jobs=2, command=command)
 """
 
 
 @pytest.mark.parametrize(
     ("signum", "script"),
-    [(signal.SIGINT, SLEEP), (signal.SIGTERM, SLEEP), (signal.SIGHUP, SLEEP), (signal.SIGINT, STUBBORN)],
-    ids=["ctrl-c", "terminated", "hung-up", "stubborn-child"],
+    [
+        (signal.SIGINT, SLEEP),
+        (signal.SIGTERM, SLEEP),
+        (signal.SIGHUP, SLEEP),
+        (signal.SIGINT, STUBBORN),
+        (signal.SIGKILL, WATCHING),
+    ],
+    ids=["ctrl-c", "terminated", "hung-up", "stubborn-child", "killed"],
 )
 def test_children_end_with_the_parent(tmp_path: Path, signum: signal.Signals, script: str) -> None:
     parent = subprocess.Popen(
@@ -191,6 +200,61 @@ def test_children_end_with_the_parent(tmp_path: Path, signum: signal.Signals, sc
         parent.kill()
     assert parent.returncode != 0
     assert wait_for(lambda: not any(alive(pid) for pid in children))
+
+
+HALF_RUN = WRITE_RUN.replace('(run / "final.json")', 'raise SystemExit(3)\n    (run / "final.json")')
+FINISH = """
+import json, pathlib, sys
+folder = pathlib.Path(sys.argv[2])
+print("resumed with", sys.argv[-1])
+for seed in sys.argv[3].split(","):
+    (folder / f"seed{seed}" / "final.json").write_text("{}")
+"""
+COMPLETE = WRITE_RUN.replace('"{}"', "'{\"steps\": 2}'")
+
+
+def test_resume_skips_what_is_complete_and_gives_the_same_table(tmp_path: Path) -> None:
+    quiet = Console(file=io.StringIO())
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    compare("r.toml", ["bf16", "qat"], [0, 1], whole, jobs=1, command=fake(), console=quiet)
+    commands = fake(bf16=COMPLETE, qat=HALF_RUN)
+    with pytest.raises(CompareError, match="go on with --resume"):
+        compare("r.toml", ["bf16", "qat"], [0], broken, jobs=1, command=commands, console=quiet)
+    # bf16 is complete and would fail if it were started.
+    commands = fake(bf16=FAIL, qat=FINISH)
+    compare("r.toml", ["bf16", "qat"], [0], broken, jobs=1, resume=True, steps=2, command=commands, console=quiet)
+    assert (broken / "qat/log.txt").read_text().endswith("resumed with --resume\n")
+    assert (broken / "qat/log.txt").read_text().startswith("training qat")
+    compare("r.toml", ["bf16", "qat"], [0, 1], broken, overwrite=True, jobs=1, command=fake(), console=quiet)
+    assert (broken / "table.md").read_bytes() == (whole / "table.md").read_bytes()
+    request = json.loads((broken / "compare.json").read_text())
+    assert (request["modes"], request["seeds"]) == (["bf16", "qat"], [0, 1])
+
+
+def test_resume_keeps_the_first_command_and_counts_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet = Console(file=io.StringIO())
+    first = compare("r.toml", ["bf16"], [0], tmp_path, command=fake(bf16=COMPLETE), console=quiet)
+    table = (tmp_path / "table.md").read_bytes()
+    monkeypatch.setattr(sys, "argv", ["tracefp4", "compare", "--resume"])
+    again = compare("r.toml", ["bf16"], [0], tmp_path, resume=True, steps=2, command=fake(bf16=FAIL), console=quiet)
+    assert again["command"] == first["command"]
+    assert [r["command"] for r in again["resumes"]] == ["tracefp4 compare --resume"]
+    assert (tmp_path / "table.md").read_bytes() == table
+
+
+@pytest.mark.parametrize(("modes", "seeds", "what"), [(["bf16"], [0, 1], "qat"), (["bf16", "qat"], [1], "0")])
+def test_resume_refuses_to_leave_runs_out(tmp_path: Path, modes: list[str], seeds: list[int], what: str) -> None:
+    quiet = Console(file=io.StringIO())
+    compare("r.toml", ["bf16", "qat"], [0, 1], tmp_path, command=fake(), console=quiet)
+    with pytest.raises(ConfigError, match=f"the comparison to resume has {what} too"):
+        compare("r.toml", modes, seeds, tmp_path, resume=True, command=fake(), console=quiet)
+    assert (tmp_path / "table.md").exists()
+
+
+def test_a_second_comparison_in_the_folder_is_refused(tmp_path: Path) -> None:
+    with folder_lock(tmp_path), pytest.raises(StorageError, match=f"is in use by process {os.getpid()} on "):
+        compare("r.toml", ["bf16"], [0], tmp_path, resume=True, command=fake(), console=Console(file=io.StringIO()))
+    compare("r.toml", ["bf16"], [0], tmp_path, command=fake(), console=Console(file=io.StringIO()))
 
 
 @pytest.mark.parametrize(

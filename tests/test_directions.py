@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "tracefp4"
 
-LEAVES = {"types", "config", "errors"}
+LEAVES = {"types", "config", "errors", "files", "signals"}
 CORE = LEAVES | {"formats", "kernels", "recipe"}
 
 ALLOWED: dict[str, set[str]] = {
@@ -15,6 +15,9 @@ ALLOWED: dict[str, set[str]] = {
     "types": LEAVES,
     "config": LEAVES,
     "errors": LEAVES,
+    "files": LEAVES,
+    "signals": LEAVES,
+    "saves": LEAVES,
     "formats": LEAVES,
     "kernels": LEAVES | {"formats"},
     "recipe": LEAVES | {"formats"},
@@ -28,11 +31,12 @@ ALLOWED: dict[str, set[str]] = {
     "align": CORE | {"guidance"},
     "report": LEAVES,
     "assets": LEAVES | {"tasks"},
-    "loop": CORE | {"guidance", "nn", "rollout", "train", "methods", "tasks", "align", "report", "assets"},
-    "asynchronous": CORE | {"guidance", "loop", "report", "tasks", "train", "rollout"},
+    "loop": CORE | {"guidance", "nn", "rollout", "train", "methods", "tasks", "align", "report", "assets", "saves"},
+    "asynchronous": CORE | {"guidance", "loop", "report", "tasks", "train", "rollout", "saves"},
     "bench": CORE | {"guidance", "nn"},
     "compare": LEAVES | {"report"},
-    "cli": LEAVES | {"loop", "asynchronous", "compare", "methods", "train", "report", "formats", "guidance", "recipe"},
+    "cli": LEAVES
+    | {"loop", "asynchronous", "compare", "methods", "train", "report", "formats", "guidance", "recipe", "saves"},
     "__main__": {"cli"},
 }
 """What each top-level module may import besides itself. `from tracefp4 import __version__` is free."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tracefp4.assets import builtin_model_path
 from tracefp4.config import load_config
 from tracefp4.errors import TracefpError
-from tracefp4.loop import RunConfig, TrainingRun, derive_seed, run_training
+from tracefp4.loop import RunConfig, TrainingRun, check_start, derive_seed, run_training
 from tracefp4.types import Rollout, Trainer, WeightSync
 
 SMALL = {
@@ -126,6 +128,59 @@ def test_dtypes_of_the_two_paths_must_agree() -> None:
         small("qat", train={"dtype": "float32"})
 
 
+def test_a_dtype_given_on_the_command_line_is_blamed_there() -> None:
+    with pytest.raises(TracefpError, match=r"train.dtype float32 differ: .* \(in the override 'train.dtype=float32'\)"):
+        load_config("recipes/demo.toml", ["run.seed=1", "train.dtype=float32", "run.steps=1"], RunConfig)
+
+
+@pytest.mark.parametrize(
+    ("run", "sentence"),
+    [
+        ({"eval_every": 2, "eval_prompts": 0}, "run.eval_every evaluates nothing while run.eval_prompts is 0"),
+        ({"keep_best": 1}, "run.keep_best compares evaluations: set run.eval_every and run.eval_prompts too"),
+    ],
+)
+def test_evaluations_that_would_not_happen_are_refused(run: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        small("bf16", run=run)
+
+
+BAD_STARTS = [
+    ("config.json", None, {}, "is no Hugging Face checkpoint directory"),
+    ("config.json", "{", {}, "config.json .*is not JSON|config.json"),
+    ("model.safetensors", None, {}, r"safetensors"),
+    ("model.safetensors", "cut", {}, r"model.safetensors"),
+    ("tokenizer.json", "{", {}, "the tokenizer in .* cannot be read"),
+    (None, None, {"task": {"max_digits": 1, "max_terms": 3}, "sampling": {"prompts_per_step": 60000}}, "distinct"),
+    (None, None, {"run": {"eval_prompts": 5000}}, "the held-out pool; got 5000"),
+    (None, None, {"sampling": {"max_new_tokens": 250}}, "every prompt exceeds 6 tokens: raise rollout.max_model_len"),
+    (None, None, {"rollout": {"max_model_len": 100000}}, "rollout.max_model_len 100000 exceeds"),
+    (None, None, {"rollout": {"max_num_seqs": 10**8}}, "the KV cache would take"),
+]
+
+
+@pytest.mark.parametrize(("file", "content", "sections", "sentence"), BAD_STARTS)
+def test_what_would_stop_a_run_is_found_without_its_weights(
+    file: str | None,
+    content: str | None,
+    sections: dict[str, dict[str, object]],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(builtin_model_path("sums-moe"), model)
+    if file is not None and content is None:
+        (model / file).unlink()
+    elif file is not None and content is not None:
+        data = (model / file).read_bytes()[:-9] if content == "cut" else content.encode()
+        (model / file).write_bytes(data)
+    monkeypatch.setattr("tracefp4.loop.parts.load_policy", lambda *_: pytest.fail("the weights were read"))
+    with pytest.raises(TracefpError, match=sentence):
+        check_start([(small("trace", **{**sections, "model": {"path": str(model)}}), tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
 def test_another_seed_draws_other_problems() -> None:
     texts = [
         [p.text for p in TrainingRun(small("bf16", run={"seed": seed})).task.train_prompts(0, 4)] for seed in (0, 1, 0)
@@ -182,4 +237,14 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
     hf_config = json.loads((source / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**hf_config, "vocab_size": 16}))
     with pytest.raises(TracefpError, match=r"has 25 tokens, the model only 16"):
+        TrainingRun(small("bf16", model={"path": str(tmp_path)}))
+
+
+def test_a_checkpoint_of_nan_is_named(tmp_path: Path) -> None:
+    shutil.copytree(builtin_model_path("sums-moe"), tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in sorted(weights) if "norm" in name)
+    weights[name][0] = float("nan")
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(TracefpError, match=rf"checkpoint {tmp_path}: weight .* holds NaN or Inf"):
         TrainingRun(small("bf16", model={"path": str(tmp_path)}))

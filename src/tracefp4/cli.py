@@ -7,16 +7,19 @@ Commands import what they run on use, so that `--help` answers at once.
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn, TextIO
 
 import typer
 
-from tracefp4 import __version__
+from tracefp4 import __version__, signals
 from tracefp4.config import ConfigError, load_config, resolved
 from tracefp4.errors import TracefpError
+from tracefp4.files import StorageError, folder_lock
 
 if TYPE_CHECKING:
     from tracefp4.loop import RunConfig
@@ -31,6 +34,7 @@ app = typer.Typer(
 
 _STOPPED = 3
 _INTERRUPTED = 130
+MODES, SEEDS = "bf16,naive,qat,trace,trace-all", "0,1,2"
 
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A TOML recipe.", show_default=False)]
 Overrides = Annotated[
@@ -45,16 +49,13 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the runs t
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Runs a command line and exits.
 
-    0 done, 1 a compared run failed or the numbers broke, 2 a user's error, 3 a watchdog that is set to "stop" ended a
-    run (its state and checkpoint are saved, final.json says why), 130 Ctrl-C.
+    0 done, 1 a run failed or diverged, 2 a user's error, 3 a watchdog that is set to "stop" ended a run (its state and
+    checkpoint are saved, final.json says why), 128 + n signal n.
     """
     try:
         code = app(arguments, standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         code = _INTERRUPTED
-    except FloatingPointError as error:
-        _print_error(f"the run diverged: {error}; lower train.lr, or go on from an earlier state with --resume")
-        sys.exit(1)
     except Exception as error:
         if isinstance(error, TracefpError):
             _print_error(str(error))
@@ -93,12 +94,14 @@ def train(
     ] = None,
     overwrite: Overwrite = False,
     resume: Resume = False,
+    end_with_stdin: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Train one method as the recipe says."""
     from tracefp4.compare import SEED_KEY
 
-    if resume and overwrite:
-        raise ConfigError("--resume goes on with a run and --overwrite removes it: give one of them")
+    if end_with_stdin:
+        signals.end_with_stdin()
+    _refuse_both(resume, overwrite)
     settings = list(overrides or [])
     if seeds is None:
         planned = [(out, _run_config(recipe, settings))]
@@ -108,7 +111,9 @@ def train(
         planned = [
             (out / f"seed{seed}", _run_config(recipe, [*settings, f"{SEED_KEY}={seed}"])) for seed in parse_seeds(seeds)
         ]
-    _train_all(planned, overwrite, resume)
+    seeds_given = [] if seeds is None else ["--seeds", seeds]
+    again = ["train", recipe, *settings, "--out", str(out), *seeds_given, "--resume"]
+    _train_all(planned, overwrite, resume, again)
 
 
 @app.command()
@@ -117,23 +122,46 @@ def compare(
     overrides: Overrides = None,
     *,
     out: Out,
-    modes: Annotated[str, typer.Option(metavar="A,B", help="Methods, see `tracefp4 methods`.")] = (
-        "bf16,naive,qat,trace,trace-all"
-    ),
-    seeds: Annotated[str, typer.Option(metavar="0,1,2", help="Seeds that every method runs.")] = "0,1,2",
+    modes: Annotated[
+        str | None, typer.Option(metavar="A,B", help=f"Methods, see `tracefp4 methods`; {MODES} unless told.")
+    ] = None,
+    seeds: Annotated[
+        str | None, typer.Option(metavar="0,1,2", help=f"Seeds that every method runs; {SEEDS} unless told.")
+    ] = None,
     jobs: Annotated[
         int | None, typer.Option(metavar="N", help="Processes at once; as many as cores unless told.")
     ] = None,
     overwrite: Overwrite = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with an interrupted comparison, by its own modes and seeds.")
+    ] = False,
 ) -> None:
     """Train several methods on the same recipe and seeds, and print one table."""
     from tracefp4 import compare as comparison
 
-    names = [name.strip() for name in modes.split(",") if name.strip()]
+    _refuse_both(resume, overwrite)
+    before = comparison.read_request(out) if resume else {}
+    names = [n.strip() for n in modes.split(",") if n.strip()] if modes is not None else before.get("modes")
+    numbers = parse_seeds(seeds) if seeds is not None else before.get("seeds")
+    names, numbers = names if names is not None else MODES.split(","), numbers or parse_seeds(SEEDS)
     settings = list(overrides or [])
-    for name in names:  # a typo shows at once and here, not minutes later in a child's log
-        _run_config(recipe, [*settings, f"{comparison.METHOD_KEY}={name}"])
-    comparison.compare(recipe, names, parse_seeds(seeds), out, settings, jobs, overwrite=overwrite)
+    comparison.check_request(names, numbers, settings, jobs, before)
+    planned = [
+        (
+            _run_config(recipe, [*settings, f"{comparison.METHOD_KEY}={name}", f"{comparison.SEED_KEY}={seed}"]),
+            comparison.run_folder(out, name, seed),
+        )
+        for name in names
+        for seed in numbers
+    ]
+    _check_start(planned, resume)  # what would stop a run shows at once and here, not minutes later in its log
+    steps = planned[0][0].run.steps
+    again = ["compare", recipe, *settings, "--out", str(out), "--modes", ",".join(names)]
+    again += ["--seeds", ",".join(map(str, numbers)), *(["--jobs", str(jobs)] if jobs else []), "--resume"]
+    try:
+        comparison.compare(recipe, names, numbers, out, settings, jobs, overwrite=overwrite, resume=resume, steps=steps)
+    except signals.Stopped as stop:
+        _exit_stopped(stop, "", again)
 
 
 @app.command()
@@ -239,43 +267,92 @@ def _run_config(recipe: str, overrides: list[str]) -> RunConfig:
     return load_config(recipe, overrides, RunConfig)
 
 
-def _train_all(planned: list[tuple[Path, RunConfig]], overwrite: bool, resume: bool) -> None:
-    """Runs one after another; every folder is made, or refused, before the first run starts."""
-    from tracefp4.loop import STATES, run_training
-    from tracefp4.report import create_run_dir, write_json_atomic
-    from tracefp4.report.logger import CONFIG, FINAL, METRICS
+def _refuse_both(resume: bool, overwrite: bool) -> None:
+    if resume and overwrite:
+        raise ConfigError("--resume goes on with a run and --overwrite removes it: give one of them")
 
-    for run_dir, _ in planned:
-        if not (resume and any(run_dir.glob(f"{STATES}/step-*"))):
-            create_run_dir(run_dir, overwrite=overwrite or resume)  # stopped before its first state: from the start
-    stopped = False
-    for run_dir, config in planned:
-        if resume and (run_dir / FINAL).exists():
-            steps = json.loads((run_dir / FINAL).read_text(encoding="utf-8")).get("steps")
-            if steps == config.run.steps:
-                print(f"{run_dir}: complete already", flush=True)
+
+def _check_start(planned: list[tuple[RunConfig, Path]], resume: bool) -> None:
+    from tracefp4.loop import check_start
+
+    check_start(planned, resume)
+
+
+def _train_all(planned: list[tuple[Path, RunConfig]], overwrite: bool, resume: bool, again: list[str]) -> None:
+    """Runs one after another; every folder is checked, locked and made before the first run starts."""
+    from tracefp4.report import create_run_dir, ensure_dir
+    from tracefp4.report.logger import is_complete
+    from tracefp4.saves import STATES
+
+    _check_start([(config, run_dir) for run_dir, config in planned], resume)
+    with ExitStack() as locks:
+        for run_dir, _ in planned:
+            locks.enter_context(folder_lock(ensure_dir(run_dir)))
+        for run_dir, config in planned:
+            kept = resume and (any(run_dir.glob(f"{STATES}/step-*")) or is_complete(run_dir, config.run.steps))
+            if not kept:  # stopped before its first state: from the start
+                create_run_dir(run_dir, overwrite=overwrite or resume)
+        locks.enter_context(signals.stoppable())
+        stopped = False
+        for run_dir, config in planned:
+            if resume and is_complete(run_dir, config.run.steps):
+                _say(f"{run_dir}: complete already")
                 continue
-            (run_dir / FINAL).unlink()  # goes on to more steps
-        started = time.monotonic()
-        write_json_atomic(run_dir / CONFIG, resolved(config))
-        try:
-            final = run_training(config, run_dir, resume=resume)
-        except BaseException:
-            metrics = run_dir / METRICS
-            if not metrics.exists() or not metrics.stat().st_size:
-                create_run_dir(run_dir, overwrite=True)  # nothing was learned: the same command may try again
-            raise
-        if not (run_dir / FINAL).exists():
-            write_json_atomic(run_dir / FINAL, final)
-        if why := final.get("stopped_by"):
-            stopped = True
-            print(f"{run_dir}: stopped by watch.{why['name']} after step {why['step']}; --resume goes on", flush=True)
-            continue
-        print(f"{run_dir}: done in {time.monotonic() - started:.1f} s", flush=True)
+            try:
+                stopped |= not _train_one(run_dir, config, resume)
+            except signals.Stopped as stop:
+                _exit_stopped(stop, _saved_steps(run_dir / STATES), again)
     if stopped:
         raise typer.Exit(_STOPPED)
 
 
+def _train_one(run_dir: Path, config: RunConfig, resume: bool) -> bool:
+    """Whether the run took all its steps; else a watchdog ended it."""
+    from tracefp4.loop import run_training
+    from tracefp4.report import create_run_dir, write_json_atomic
+    from tracefp4.report.logger import CONFIG, FINAL, METRICS
+
+    started = time.monotonic()
+    try:
+        (run_dir / FINAL).unlink(missing_ok=True)  # a run that is lengthened
+        write_json_atomic(run_dir / CONFIG, resolved(config))
+        final = run_training(config, run_dir, resume=resume)
+    except BaseException:
+        metrics = run_dir / METRICS
+        if not metrics.exists() or not metrics.stat().st_size:
+            with suppress(StorageError):  # the error that stopped the run is the one to report
+                create_run_dir(run_dir, overwrite=True)  # nothing was learned: the same command may try again
+        raise
+    if not (run_dir / FINAL).exists():
+        write_json_atomic(run_dir / FINAL, final)
+    if why := final.get("stopped_by"):
+        _say(f"{run_dir}: stopped by watch.{why['name']} after step {why['step']}; --resume goes on")
+        return False
+    _say(f"{run_dir}: done in {time.monotonic() - started:.1f} s")
+    return True
+
+
+def _saved_steps(states: Path) -> str:
+    from tracefp4.train.checkpoint import latest_facts
+
+    facts = latest_facts(states)
+    if facts is None:
+        return " before a state was written"
+    return f" with {facts['step'] + bool(facts.get('pending'))} steps saved"
+
+
+def _exit_stopped(stop: signals.Stopped, how_far: str, again: list[str]) -> NoReturn:
+    """Says how to go on, and exits as a shell expects of a process that a signal ended."""
+    _say(f"stopped by {stop}{how_far}; go on with: {shlex.join(['tracefp4', *again])}", sys.stderr)
+    raise SystemExit(stop.exit_code)
+
+
 def _print_error(message: str) -> None:
     """One line, whatever line breaks the message holds."""
-    print("error: " + " ".join(message.split()), file=sys.stderr)
+    _say("error: " + " ".join(message.split()), sys.stderr)
+
+
+def _say(line: str, file: TextIO | None = None) -> None:
+    """A log on a full disk changes neither what a command does nor its exit code."""
+    with suppress(OSError):
+        print(line, file=file, flush=True)

@@ -1,8 +1,9 @@
 """Methods side by side: one process per method, then one table.
 
-Layout: `out_dir/<method>/log.txt` and `out_dir/<method>/seed<k>/` (a run folder each), then
-`out_dir/summary.json` and `out_dir/table.md`. The processes share nothing; a method's seeds run one after
-another in its process. Each gets cores // jobs threads: more would only have them wait for each other.
+Layout: `out_dir/compare.json` (what was asked for, and from which commit), `out_dir/<method>/log.txt` and
+`out_dir/<method>/seed<k>/` (a run folder each), then `out_dir/summary.json` and `out_dir/table.md`. The processes share
+nothing; a method's seeds run one after another in its process. Each gets cores // jobs threads: more would only have
+them wait for each other. However this process dies, its children end too, after saving their states.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
+from tracefp4 import signals
 from tracefp4.config import ConfigError
 from tracefp4.errors import TracefpError
+from tracefp4.files import folder_lock, storage_errors, sweep_files, warn, write_text_atomic
 from tracefp4.report import (
     create_run_dir,
     ensure_dir,
@@ -34,15 +36,15 @@ from tracefp4.report import (
     summarize,
     write_json_atomic,
 )
-from tracefp4.report.logger import CONFIG, METRICS
+from tracefp4.report.logger import CONFIG, METRICS, is_complete
 from tracefp4.report.progress import bar_columns
-from tracefp4.report.provenance import usable_cores
+from tracefp4.report.provenance import append_resume, usable_cores
 from tracefp4.report.table import provenance_lines
 
 METHOD_KEY, SEED_KEY = "method.name", "run.seed"
-LOG, SUMMARY, TABLE = "log.txt", "summary.json", "table.md"
+LOG, SUMMARY, TABLE, REQUEST = "log.txt", "summary.json", "table.md", "compare.json"
 POLL_SECONDS = 0.2
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 25.0  # a child ends its update and writes a state; clusters give 30
 TAIL_LINES = 20
 
 Command = Callable[[str, str, Sequence[int], Path, Sequence[str]], list[str]]
@@ -56,10 +58,13 @@ class CompareError(TracefpError):
 
 
 def train_command(recipe: str, mode: str, seeds: Sequence[int], mode_dir: Path, overrides: Sequence[str]) -> list[str]:
-    """`tracefp4 train` of one method, with the interpreter that runs the comparison."""
+    """`tracefp4 train` of one method, with the interpreter that runs the comparison.
+
+    --end-with-stdin: this process holds the other end of the child's standard input, and takes it along when it dies.
+    """
     names = ",".join(str(seed) for seed in seeds)
     method = f"{METHOD_KEY}={mode}"
-    arguments = ["train", recipe, *overrides, method, "--out", str(mode_dir), "--seeds", names]
+    arguments = ["train", recipe, *overrides, method, "--out", str(mode_dir), "--seeds", names, "--end-with-stdin"]
     return [sys.executable, "-m", "tracefp4", *arguments]
 
 
@@ -72,43 +77,87 @@ def compare(
     jobs: int | None = None,
     *,
     overwrite: bool = False,
+    resume: bool = False,
+    steps: int | None = None,
     command: Command = train_command,
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Trains every (mode, seed), writes summary.json and table.md, prints the table, returns the summary.
 
     jobs: processes at once; the smaller of the number of modes and of cores unless told. overwrite: remove
-    the runs of these modes and seeds that `out_dir` holds; other files there stay. Raises CompareError after
-    a failing process has been shown and the others ended.
+    the runs of these modes and seeds that `out_dir` holds; other files there stay. resume: go on with them instead;
+    where `steps` says how many steps a run has, modes whose runs are all complete start no process. Raises
+    CompareError after a failing process has been shown and the others ended, signals.Stopped once a signal has ended
+    them all.
     """
     console = console or Console(stderr=True)
-    _check_request(modes, seeds, overrides, jobs)
-    out_dir = _prepare(Path(out_dir), modes, seeds, overwrite)
-    jobs = min(len(modes), jobs or usable_cores())
-    threads = max(1, usable_cores() // jobs)
-    children = [
-        _Child(mode, command(str(recipe), mode, seeds, out_dir / mode, overrides), out_dir / mode, list(seeds))
-        for mode in modes
-    ]
-    started = time.monotonic()
-    origin = provenance()  # now: the sources may be edited while the runs go on
-    with _signals_as_exit(), _display(console, children) as show:
-        _run_all(children, jobs, _child_environment(threads), show, console)
-    summary = {**summarize(out_dir, modes, seeds), **origin, "jobs": jobs, "threads_per_run": threads}
-    summary["wall_seconds"] = {"total": time.monotonic() - started, **{c.mode: c.seconds for c in children}}
-    write_json_atomic(out_dir / SUMMARY, summary)
-    (out_dir / TABLE).write_text(markdown_table(summary), encoding="utf-8")
+    out_dir = Path(out_dir)
+    before = read_request(out_dir) if resume else {}
+    check_request(modes, seeds, overrides, jobs, before)
+    with folder_lock(ensure_dir(out_dir)):
+        _prepare(out_dir, modes, seeds, overwrite, resume)
+        origin = _write_request(out_dir, modes, seeds, before)  # now: the sources may be edited while the runs go on
+        jobs = min(len(modes), jobs or usable_cores())
+        threads = max(1, usable_cores() // jobs)
+        more = ["--resume"] if resume else []
+        children = [
+            _Child(
+                mode,
+                [*command(str(recipe), mode, seeds, out_dir / mode, overrides), *more],
+                out_dir / mode,
+                seeds,
+                append=resume,
+            )
+            for mode in modes
+            if not (resume and all(is_complete(run_folder(out_dir, mode, seed), steps) for seed in seeds))
+        ]
+        started = time.monotonic()
+        with signals.stoppable(), _display(console, children) as show:
+            _run_all(children, jobs, _child_environment(threads), show, console)
+        summary = {**summarize(out_dir, modes, seeds), **origin, "jobs": jobs, "threads_per_run": threads}
+        summary["wall_seconds"] = {"total": time.monotonic() - started, **{c.mode: c.seconds for c in children}}
+        write_json_atomic(out_dir / SUMMARY, summary)
+        write_text_atomic(out_dir / TABLE, markdown_table(summary))
     _print_result(summary, out_dir)
     return summary
 
 
-def _check_request(modes: Sequence[str], seeds: Sequence[int], overrides: Sequence[str], jobs: int | None) -> None:
-    """Refuses what would only fail, or mislead, after the first run."""
+def run_folder(out_dir: Path, mode: str, seed: int) -> Path:
+    """Where a comparison keeps the run of a mode and seed."""
+    return out_dir / mode / f"seed{seed}"
+
+
+def read_request(out_dir: Path) -> dict[str, Any]:
+    """The compare.json of a folder: {"modes", "seeds", commit, versions ...}; {} where there is none yet."""
+    path = out_dir / REQUEST
+    try:
+        request: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return request
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}): compare into another --out") from None
+
+
+def check_request(
+    modes: Sequence[str],
+    seeds: Sequence[int],
+    overrides: Sequence[str],
+    jobs: int | None,
+    before: dict[str, Any],
+) -> None:
+    """Refuses what would only fail, or mislead, after the first run. before: the request to resume, {} for none."""
     for name, values in (("--modes", modes), ("--seeds", seeds)):
         if not values:
             raise ConfigError(f"{name} names nothing to run")
         if len(set(values)) < len(values):
             raise ConfigError(f"{name} names {next(v for v in values if list(values).count(v) > 1)} twice")
+        known = before.get(name.removeprefix("--"), [])
+        if missing := [str(v) for v in known if v not in values]:
+            raise ConfigError(
+                f"the comparison to resume has {', '.join(missing)} too, which {name} leaves out: give all of "
+                f"{','.join(map(str, known))}, more if you like, or leave {name} away"
+            )
     if jobs is not None and jobs < 1:
         raise ConfigError(f"--jobs must be at least 1, got {jobs}")
     for override in overrides:
@@ -118,18 +167,31 @@ def _check_request(modes: Sequence[str], seeds: Sequence[int], overrides: Sequen
             raise ConfigError(f"the override '{override}' contradicts {flag}, which sets {key} in a comparison")
 
 
-def _prepare(out_dir: Path, modes: Sequence[str], seeds: Sequence[int], overwrite: bool) -> Path:
-    if not overwrite:
-        return create_run_dir(out_dir)
-    ensure_dir(out_dir)
-    for mode in modes:
-        for seed in seeds:
-            folder = out_dir / mode / f"seed{seed}"
-            if folder.exists():
+def _prepare(out_dir: Path, modes: Sequence[str], seeds: Sequence[int], overwrite: bool, resume: bool) -> None:
+    """Makes room in a folder that this process has locked."""
+    if not overwrite and not resume:
+        create_run_dir(out_dir)
+        return
+    for folder in (run_folder(out_dir, mode, seed) for mode in modes for seed in seeds):
+        if overwrite and folder.exists():
+            with folder_lock(folder):
                 create_run_dir(folder, overwrite=True)
-    for name in (SUMMARY, TABLE):
-        (out_dir / name).unlink(missing_ok=True)  # else a failed comparison shows the table of the last one
-    return out_dir
+    with storage_errors(str(out_dir)):
+        sweep_files(out_dir)
+        for name in (SUMMARY, TABLE):
+            (out_dir / name).unlink(missing_ok=True)  # else a failed comparison shows the table of the last one
+
+
+def _write_request(out_dir: Path, modes: Sequence[str], seeds: Sequence[int], before: dict[str, Any]) -> dict[str, Any]:
+    """Writes compare.json; returns what the summary says of the origin of its numbers."""
+    now = provenance()
+    origin = {key: before[key] for key in now if key in before} | {"resumes": before.get("resumes", [])}
+    if not before:
+        origin = {**now, "resumes": []}
+    elif changed := append_resume(origin, now):
+        warn(f"{out_dir} goes on with {changed}: its table may not be that of an unbroken comparison")
+    write_json_atomic(out_dir / REQUEST, {**origin, "modes": list(modes), "seeds": list(seeds)})
+    return origin
 
 
 def _child_environment(threads: int) -> dict[str, str]:
@@ -154,8 +216,10 @@ class _Child:
     mode: str
     command: list[str]
     folder: Path
-    seeds: list[int]
+    seeds: Sequence[int]
     process: subprocess.Popen[bytes] | None = None
+    append: bool = False
+    """Whether its log goes on behind an earlier one."""
     started: float = 0.0
     seconds: float = 0.0
     log: IO[bytes] | None = field(default=None, repr=False)
@@ -166,12 +230,14 @@ class _Child:
 
     def start(self, environment: dict[str, str]) -> None:
         """Runs it in a session of its own, so that a Ctrl-C reaches it through `end` alone, and only once."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        with storage_errors(str(self.log_path)):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            log = open(self.log_path, "ab" if self.append else "wb")  # noqa: SIM115
         self.started = time.monotonic()
-        with open(self.log_path, "wb") as log:
+        with log:
             self.process = subprocess.Popen(
                 self.command,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # nothing is written: it closes when this process ends
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
@@ -248,7 +314,8 @@ def _failure(child: _Child, code: int, console: Console) -> CompareError:
     for line in child.tail():
         console.print("  " + line, markup=False, highlight=False, soft_wrap=True)
     what = f"ended by signal {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-    return CompareError(f"the run of {child.mode} {what}; its whole log is {child.log_path}")
+    hint = "go on with --resume once that is mended"
+    return CompareError(f"the run of {child.mode} {what}; its whole log is {child.log_path}; {hint}")
 
 
 def _end(children: list[_Child]) -> None:
@@ -269,25 +336,6 @@ def _signal_group(child: _Child, signum: signal.Signals) -> None:
     assert child.process is not None
     with suppress(ProcessLookupError):
         os.killpg(child.process.pid, signum)  # the child leads the group that start_new_session made
-
-
-@contextmanager
-def _signals_as_exit() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that no child is orphaned."""
-
-    def leave(signum: int, _: FrameType | None) -> None:
-        raise SystemExit(128 + signum)
-
-    before: dict[signal.Signals, Any] = {}
-    for signum in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP, and is meant to
-            with suppress(ValueError):  # not the main thread: signals are someone else's business
-                before[signum] = signal.signal(signum, leave)
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 # What a person sees

@@ -272,7 +272,10 @@ class _Explainer:
             return f"{name} is required and missing in {self.path}"
         if kind in ("value_error", "assertion_error"):
             message = details[0]["msg"].split(", ", 1)[-1]
-            return f"{message} (in {source})" if not loc else f"{name}: {message} (in {source})"
+            if not loc:  # a rule across sections: blame the override whose key it names, if one does
+                named = [source for keys, source in self.sources.items() if _dotted(keys) in message]
+                return f"{message} (in {named[-1] if named else source})"
+            return f"{name}: {message} (in {source})"
         expected = list(dict.fromkeys(self._expectation(loc, detail) for detail in details))
         return self.wrong_type(loc, details[0]["input"], " or ".join(expected)) + _near_literal(details)
 

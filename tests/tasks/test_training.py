@@ -98,7 +98,7 @@ def test_a_stopped_run_goes_on_in_the_middle_of_a_pass(plain: str, tmp_path: Pat
 
 def test_a_chat_template_is_what_the_policy_reads(plain: str, chat: str) -> None:
     runs = TrainingRun(config(plain)), TrainingRun(config(chat))
-    first = [run.requests(run.task.train_prompts(0, 1), 1, "x")[0].prompt_ids for run in runs]
+    first = [run.parts.requests(run.task.train_prompts(0, 1), 1, "x")[0].prompt_ids for run in runs]
     text = runs[0].task.train_prompts(0, 1)[0].text
     assert runs[0].tokenizer.decode(first[0]) == text
     assert runs[1].tokenizer.decode(first[1]) == f"[user] {text}<eos>\n[assistant] "
@@ -125,7 +125,7 @@ def test_dropped_prompts_leave_the_step(plain: str) -> None:
     run = TrainingRun(config(plain, sampling={"max_prompt_tokens": 12}, run={"eval_prompts": 0}), task=Longest())
     seen: list[int] = []
     generate = run.engine.generate
-    run.engine.generate = lambda requests: seen.append(len(requests)) or generate(requests)  # type: ignore[method-assign, func-returns-value]
+    run.engine.generate = lambda requests, **more: seen.append(len(requests)) or generate(requests, **more)  # type: ignore[method-assign, func-returns-value]
     metrics, _ = run.step(0)
     assert (metrics["prompt/dropped"], metrics["prompt/length_max"]) == (1, 11)
     assert seen == [4]

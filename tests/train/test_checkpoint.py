@@ -62,7 +62,7 @@ def test_a_write_that_fails_leaves_the_last_state(tmp_path: Path, monkeypatch: p
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(TracefpError, match=r"state of step 2 cannot be written to .* \(No space left on device\)"):
+    with pytest.raises(TracefpError, match=r"step-00000002 cannot be written \(No space left on device\)"):
         save_state(tmp_path, 2, tensors(2), {}, keep=1)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
     loaded = load_latest(tmp_path)

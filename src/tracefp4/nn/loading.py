@@ -7,6 +7,7 @@ missing weight with random numbers and drop an unknown one, and only log it.
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,9 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
+from transformers.utils.logging import disable_progress_bar
 
 from tracefp4.errors import TracefpError
 from tracefp4.nn.prepare import SUPPORTED_MODEL_TYPES
@@ -78,6 +80,31 @@ def read_config(directory: Path) -> PreTrainedConfig:
         raise TracefpError(f"{file} is no valid {model_type} config: {_one_line(error)}") from error
     _check_sizes(file, config)
     return config
+
+
+def read_tokenizer(path: Path, hf_config: Any) -> Any:
+    """The tokenizer of a checkpoint directory.
+
+    Raises TracefpError where it cannot be read, lacks a pad or end token, or is larger than the model's vocabulary.
+    """
+    disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise TracefpError(f"the tokenizer in {path} cannot be read: {error}") from error
+    for name in ("pad_token_id", "eos_token_id"):
+        if getattr(tokenizer, name) is None:
+            raise TracefpError(f"the tokenizer in {path} has no {name}; set one in its tokenizer_config.json")
+    if len(tokenizer) > hf_config.vocab_size:
+        raise TracefpError(
+            f"the tokenizer in {path} has {len(tokenizer)} tokens, the model only {hf_config.vocab_size}"
+        )
+    return tokenizer
+
+
+def count_weights(directory: Path) -> int:
+    """Number of weights (elements of all stored tensors), from the headers alone. Raises TracefpError as they do."""
+    return sum(math.prod(t.shape) for t in read_headers(directory).values())
 
 
 def load_policy(path: Path, dtype: str) -> PreTrainedModel:

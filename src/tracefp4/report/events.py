@@ -9,12 +9,12 @@ figure and keys are sorted: equal runs give equal files, resumed ones included.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tracefp4.report.logger import EVENTS, RunFolderError, write_lines_atomic
+from tracefp4.files import append_text, write_text_atomic
+from tracefp4.report.logger import EVENTS, RunFolderError
 
 
 class EventLog:
@@ -26,14 +26,11 @@ class EventLog:
 
     def __init__(self, run_dir: str | Path, first_step: int = 0) -> None:
         self.path = Path(run_dir) / EVENTS
-        write_lines_atomic(self.path, _lines_before(self.path, first_step))
+        write_text_atomic(self.path, "".join(_lines_before(self.path, first_step)))
 
     def write(self, event: Mapping[str, Any]) -> None:
         """event: plain JSON values, its step among them."""
-        with open(self.path, "a", encoding="utf-8") as out:
-            out.write(json.dumps(event, sort_keys=True, allow_nan=False) + "\n")
-            out.flush()
-            os.fsync(out.fileno())
+        append_text(self.path, json.dumps(event, sort_keys=True, allow_nan=False) + "\n")
 
 
 def _lines_before(path: Path, step: int) -> list[str]:

@@ -7,7 +7,8 @@
     config.json     the resolved config          (written by the command line)
     final.json      the summary of the whole run (written by the command line, unless the loop did)
     run.json        commit, versions, hardware   (written by the loop)
-    tensorboard/    the same scalars as event files
+    tensorboard/    the same scalars as event files; where they cannot be written the run goes on without
+    run.lock        while a process works on the folder
 
 NaN and infinity are not JSON: they are written as null, counted in `RunLogger.nonfinite`, and warned about
 once per metric, so that a broken figure is neither a broken file nor a silent zero.
@@ -17,22 +18,24 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import tempfile
+import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tracefp4.errors import TracefpError
+from tracefp4.files import LOCK, StorageError, append_text, reason, storage_errors, warn, write_text_atomic
 
 METRICS, TIMING, CONFIG, FINAL = "metrics.jsonl", "timing.jsonl", "config.json", "final.json"
-EVENTS = "events.jsonl"
-_OURS = frozenset({METRICS, TIMING, EVENTS, CONFIG, FINAL, "run.json", "checkpoint", "states", "tensorboard"})
+EVENTS, RUN = "events.jsonl", "run.json"
+_FOLDERS = ("checkpoint", "checkpoint-best", "states", "tensorboard")
+_OURS = frozenset({METRICS, TIMING, EVENTS, CONFIG, FINAL, RUN, LOCK, *_FOLDERS})
 
 
-class RunFolderError(TracefpError):
+class RunFolderError(StorageError):
     """The folder of a run cannot be made or may not be touched."""
 
 
@@ -42,16 +45,18 @@ def create_run_dir(path: str | Path, *, overwrite: bool = False) -> Path:
     That last condition keeps `--out ~ --overwrite` from emptying a home.
     """
     path = ensure_dir(path)
-    present = {entry.name for entry in path.iterdir()}
+    present = {entry.name for entry in path.iterdir()} - {LOCK}  # whoever holds the lock removes it
     if present and not overwrite:
         raise RunFolderError(f"the run folder {path} is not empty: choose another with --out or pass --overwrite")
     if present and METRICS not in present and not present <= _OURS:
         raise RunFolderError(f"{path} holds no tracefp4 run, so --overwrite leaves it alone: choose another --out")
-    for entry in path.iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
+    with storage_errors(str(path)):
+        for name in present:
+            entry = path / name
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
     return path
 
 
@@ -73,21 +78,9 @@ def ensure_dir(path: str | Path) -> Path:
 def write_json_atomic(path: str | Path, obj: Any) -> None:
     """Writes JSON (sorted keys, two spaces) so that a reader sees the old file or the new one, never a half.
 
-    NaN and infinity become null.
+    NaN and infinity become null. Raises StorageError where the disk refuses.
     """
-    path = Path(path)
-    text = json.dumps(_plain(obj), sort_keys=True, indent=2, allow_nan=False) + "\n"
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp makes it private
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_text_atomic(path, json.dumps(_plain(obj), sort_keys=True, indent=2, allow_nan=False) + "\n")
 
 
 class RunLogger:
@@ -111,11 +104,20 @@ class RunLogger:
         elif metrics.exists() and metrics.stat().st_size:
             raise RunFolderError(f"{metrics} is of another run: choose another folder with --out or pass --overwrite")
         for name in (METRICS, TIMING):
-            (self.run_dir / name).touch()
-        self._writer = _summary_writer(self.run_dir, first_step) if tensorboard else None
+            with storage_errors(str(self.run_dir / name)):
+                (self.run_dir / name).touch()
+        self._writer: Any = None
+        self._thread_hook = threading.excepthook
+        if tensorboard:
+            threading.excepthook = self._on_thread_error
+            with self._without_tensorboard():
+                self._writer = _summary_writer(self.run_dir, first_step)
 
     def log(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float] | None = None) -> None:
-        """Writes one line to each file. Steps must increase; values are numbers or tensors of one element."""
+        """Writes one line to each file. Steps must increase; values are numbers or tensors of one element.
+
+        Raises StorageError, and leaves no half line, where a file cannot be written.
+        """
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"step {step} was logged after step {self._last_step}: steps must increase")
         self._last_step = step
@@ -123,21 +125,39 @@ class RunLogger:
             line = {name: self._number(name, value) for name, value in values.items()}
             if "step" in line:
                 raise ValueError("'step' is the line's own key and no metric may take it")
-            with open(self.run_dir / file, "a", encoding="utf-8") as out:
-                out.write(json.dumps({**line, "step": step}, sort_keys=True, allow_nan=False) + "\n")
-                out.flush()
-                os.fsync(out.fileno())  # a state that is saved next must not know more than this file
-            for name, value in line.items():
-                if self._writer is not None and value is not None:
-                    self._writer.add_scalar(prefix + name, value, step)
+            # Synced: a state that is saved next must not know more than this file.
+            append_text(self.run_dir / file, json.dumps({**line, "step": step}, sort_keys=True, allow_nan=False) + "\n")
+            self._scalars(step, prefix, line)
+
+    def _scalars(self, step: int, prefix: str, line: Mapping[str, float | None]) -> None:
         if self._writer is not None:
-            self._writer.flush()
+            with self._without_tensorboard():
+                for name, value in line.items():
+                    if value is not None:
+                        self._writer.add_scalar(prefix + name, value, step)
+                self._writer.flush()
+
+    @contextmanager
+    def _without_tensorboard(self) -> Iterator[None]:
+        """Where event files cannot be written the run goes on without them: metrics.jsonl holds the same."""
+        try:
+            yield
+        except OSError as error:
+            warn(f"{self.run_dir / 'tensorboard'} cannot be written ({reason(error)}): the run goes on without it")
+            self._writer = None
 
     def close(self) -> None:
         """Closes the event files; closing twice is fine."""
         if self._writer is not None:
-            self._writer.close()
+            with self._without_tensorboard():
+                self._writer.close()
             self._writer = None
+        threading.excepthook = self._thread_hook
+
+    def _on_thread_error(self, error: threading.ExceptHookArgs) -> None:
+        """Drops the traceback of tensorboard's writing thread: the same error is raised by its next call."""
+        if not (isinstance(error.exc_value, OSError) and type(error.thread).__name__ == "_AsyncWriterThread"):
+            self._thread_hook(error)
 
     def __enter__(self) -> RunLogger:
         return self
@@ -162,6 +182,15 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     """All lines of a metrics or timing file, in order."""
     with open(path, encoding="utf-8") as file:
         return [json.loads(line) for line in file]
+
+
+def is_complete(run_dir: Path, steps: int | None) -> bool:
+    """Whether the folder's final.json tells of a run of ``steps`` steps."""
+    try:
+        final = json.loads((run_dir / FINAL).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return steps is not None and final.get("steps") == steps
 
 
 def _plain(value: Any) -> Any:
@@ -191,18 +220,7 @@ def _keep_steps_before(path: Path, step: int) -> None:
             break
     if len(kept) < step:
         raise RunFolderError(f"{path} lacks step {len(kept)}, so the run cannot go on from step {step}: start it anew")
-    write_lines_atomic(path, kept)
-
-
-def write_lines_atomic(path: Path, lines: list[str]) -> None:
-    """Replaces a file by these lines, which end in line breaks; a reader sees the old file or the new one."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
-    os.chmod(temporary, 0o644)
-    os.replace(temporary, path)
+    write_text_atomic(path, "".join(kept))
 
 
 def _summary_writer(run_dir: Path, first_step: int) -> Any:

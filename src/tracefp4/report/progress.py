@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol, TextIO
 
 from rich.console import Console
@@ -60,7 +60,8 @@ class _Lines:
             self.say(text)
 
     def say(self, text: str) -> None:
-        print(text, file=self.file, flush=True)
+        with suppress(OSError):  # a log on a full disk is no reason to end a run
+            print(text, file=self.file, flush=True)
 
 
 class _RichBar:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+PACKAGES = ("tracefp4", "torch", "transformers", "numpy", "safetensors", "reasoning-gym", "math-verify")
+MIB = 1 << 20
 
 
 def provenance() -> dict[str, Any]:
@@ -19,11 +24,55 @@ def provenance() -> dict[str, Any]:
         "command": command_line(),
         "commit": commit(),
         "hardware": {"cpu": cpu_model(), "cores": usable_cores(), "gpu": gpu_model()},
-        "versions": {
-            "python": platform.python_version(),
-            **{name: _version(name) for name in ("tracefp4", "torch", "transformers")},
-        },
+        "os": platform.platform(),
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
     }
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """'commit 1a2b3c -> 4d5e6f, torch 2.12.0 -> 2.13.0': what ``provenance`` says otherwise now; '' if nothing.
+
+    Only what can change a run's numbers: commit, versions and the processor.
+    """
+    pairs = [("commit", _short(then.get("commit")), _short(now.get("commit")))]
+    old, new = then.get("versions", {}), now.get("versions", {})
+    pairs += [(name, old.get(name), new.get(name)) for name in new if name in old]
+    pairs.append(("processor", then.get("hardware", {}).get("cpu"), now.get("hardware", {}).get("cpu")))
+    return ", ".join(f"{name} {a} -> {b}" for name, a, b in pairs if a != b)
+
+
+def append_resume(facts: dict[str, Any], now: Mapping[str, Any], **more: Any) -> str:
+    """Adds {**more, **now} to the "resumes" of a run's facts; returns what differs from the process before."""
+    resumes = facts.setdefault("resumes", [])
+    changed = differences([facts, *resumes][-1], now)
+    resumes.append({**more, **now})
+    return changed
+
+
+def checkpoint_fingerprint(directory: Path, whole_up_to: int = 2 << 30) -> dict[str, Any]:
+    """SHA-256 that names the weights of a Hugging Face directory: {"sha256", "kind", "bytes"}.
+
+    Up to ``whole_up_to`` bytes it covers all content. Beyond, reading takes minutes: it then covers of each file its
+    name, size, header and the first and last MiB of data, and "kind" says so.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    total = sum(file.stat().st_size for file in files)
+    whole = total <= whole_up_to
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}\n".encode())
+        with file.open("rb") as stream:
+            if whole:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+                continue
+            header = 8 + int.from_bytes(stream.read(8), "little")
+            stream.seek(0)
+            digest.update(stream.read(min(size, header + MIB)))
+            stream.seek(max(0, size - MIB))
+            digest.update(stream.read())
+    kind = "all bytes" if whole else "names, sizes, headers, first and last MiB"
+    return {"sha256": digest.hexdigest(), "kind": kind, "bytes": total}
 
 
 def command_line() -> str:
@@ -81,3 +130,11 @@ def _version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _short(commit: str | None) -> str | None:
+    """The first 12 digits, with "-dirty" kept."""
+    if commit is None:
+        return None
+    head, dash, dirty = commit.partition("-")
+    return head[:12] + dash + dirty

@@ -113,7 +113,7 @@ class RolloutEngine:
         s = self.shape
         bits = 4.5 if self.recipe.kv is not None else 8 * self.model.dtype.itemsize
         need = slots * s.layers * 2 * s.kv_heads * s.head_dim * bits / 8
-        if self.device == "cpu":
+        if self.device in ("cpu", "meta"):  # meta: nothing is allocated, the limits are checked all the same
             have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         else:
             have = torch.cuda.get_device_properties(self.device).total_memory

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tracefp4.errors import TracefpError
+from tracefp4.files import replaced_dir, storage_errors
 
 TENSORS, FACTS = "state.safetensors", "state.json"
 
@@ -29,31 +28,19 @@ TENSORS, FACTS = "state.safetensors", "state.json"
 def save_state(states_dir: Path, step: int, tensors: dict[str, Tensor], facts: dict[str, Any], keep: int) -> Path:
     """Writes the state after ``step`` finished steps and drops all but the ``keep`` newest.
 
-    facts: plain JSON values. Raises TracefpError naming the folder where it cannot be written; what was there stays.
+    facts: plain JSON values. Raises StorageError naming the folder where it cannot be written; what was there stays.
     """
     target = states_dir / f"step-{step:08d}"
-    try:
+    with storage_errors(f"the state of step {step} in {states_dir}"):
         states_dir.mkdir(exist_ok=True)
         for left_over in states_dir.glob(".step-*"):  # of a process that was killed while writing
             shutil.rmtree(left_over, ignore_errors=True)
-        staging = Path(tempfile.mkdtemp(prefix=".step-", dir=states_dir))
-        try:
+        with replaced_dir(target) as staging:
             save_file({name: t.contiguous() for name, t in tensors.items()}, staging / TENSORS)
             text = json.dumps({**facts, "step": step, "sha256": _sha256(staging / TENSORS)}, sort_keys=True)
             (staging / FACTS).write_text(text, encoding="utf-8")
-            for name in (TENSORS, FACTS):
-                _sync(staging / name)
-            if target.exists():
-                shutil.rmtree(target)
-            staging.rename(target)
-            _sync(states_dir)
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise
-    except OSError as error:
-        raise TracefpError(f"the state of step {step} cannot be written to {states_dir} ({error.strerror})") from error
-    for old in _states(states_dir)[keep:]:
-        shutil.rmtree(old)
+        for old in _states(states_dir)[keep:]:
+            shutil.rmtree(old)
     return target
 
 
@@ -67,6 +54,17 @@ def load_latest(states_dir: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | 
             return load_file(directory / TENSORS), facts
         except (OSError, ValueError, KeyError) as error:
             warnings.warn(f"{directory} is damaged and passed over: {error}", RuntimeWarning, stacklevel=2)
+    return None
+
+
+def latest_facts(states_dir: Path) -> dict[str, Any] | None:
+    """The facts of the newest state whose facts can be read, its tensors unread; None where there is none."""
+    for directory in _states(states_dir):
+        try:
+            facts: dict[str, Any] = json.loads((directory / FACTS).read_text(encoding="utf-8"))
+            return facts
+        except (OSError, ValueError):
+            continue
     return None
 
 
@@ -90,11 +88,3 @@ def _states(states_dir: Path) -> list[Path]:
 def _sha256(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

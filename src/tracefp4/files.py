@@ -1,0 +1,240 @@
+"""Writing to disk so that a reader, or the next process, finds the old content or the new, never a half.
+
+What the disk refuses (full, read-only, permissions) is a `StorageError`: one sentence that names the file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tracefp4.errors import TracefpError
+
+LOCK = "run.lock"
+
+
+class StorageError(TracefpError):
+    """A file or folder cannot be written; what was there before is still there."""
+
+
+def reason(error: Exception) -> str | None:
+    """'No space left on device' for an error of the operating system, None for any other.
+
+    safetensors and tokenizers are written in Rust and have types of their own for it, the latter plain Exception; what
+    they share is the text '(os error 28)'.
+    """
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return os.strerror(int(found[1])) if found else None
+
+
+@contextmanager
+def storage_errors(what: str) -> Iterator[None]:
+    """Turns errors of the disk into a StorageError '{what} cannot be written (No space left on device)'."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, StorageError) or (text := reason(error)) is None:
+            raise
+        raise StorageError(f"{what} cannot be written ({text})") from error
+
+
+def write_text_atomic(path: str | Path, text: str) -> None:
+    """Replaces a file as a whole. Raises StorageError, and leaves the old file, where that fails."""
+    path = Path(path)
+    with storage_errors(str(path)):
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o644)  # mkstemp makes it private
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+
+def append_text(path: str | Path, text: str) -> None:
+    """Appends and syncs. Raises StorageError, and cuts the file back to what it was, where that fails."""
+    path = Path(path)
+    with storage_errors(str(path)), open(path, "ab", buffering=0) as file:
+        before, data = file.seek(0, os.SEEK_END), memoryview(text.encode())
+        try:
+            while data:  # unbuffered, a write may end early: on a nearly full disk it does
+                data = data[file.write(data) :]
+            os.fsync(file.fileno())
+        except OSError:
+            with suppress(OSError):  # the first error is the one to report
+                os.ftruncate(file.fileno(), before)
+            raise
+
+
+@contextmanager
+def replaced_dir(target: Path) -> Iterator[Path]:
+    """Yields an empty folder that takes the place of ``target`` when the block ends well.
+
+    On Linux the two are exchanged in one operation. Elsewhere there is a moment without ``target``;
+    ``recover_dir`` mends that if the process is killed in it. Raises StorageError; the old folder then stays.
+    """
+    with storage_errors(str(target)):
+        sweep(target)
+        staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        try:
+            yield staging
+            staging.chmod(0o755)  # mkdtemp makes it private
+            for path in [*staging.rglob("*"), staging]:
+                sync(path)
+            if not target.exists():
+                staging.rename(target)
+            elif not _exchange(staging, target):
+                _exchange_in_two(staging, target)
+            sync(target.parent)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)  # the failed one, or the old one after an exchange
+
+
+def recover_dir(target: Path) -> None:
+    """Puts back the folder that a kill in ``replaced_dir`` left aside, and removes what was half written."""
+    if not target.exists() and _aside(target).exists():
+        with storage_errors(str(target)):
+            _aside(target).rename(target)
+    sweep(target)
+
+
+def sweep(target: Path) -> None:
+    """Removes what killed writers of ``target`` left beside it; the folder moved aside stays if it is the only one."""
+    for left_over in target.parent.glob(f".{target.name}-*"):
+        if target.exists() or left_over != _aside(target):
+            shutil.rmtree(left_over, ignore_errors=True)
+
+
+def sweep_files(folder: Path) -> None:
+    """Removes what killed processes left of ``write_text_atomic``; only for whoever has locked the folder."""
+    for pattern in (".*.json.*", ".*.jsonl.*", ".*.md.*"):
+        for left_over in folder.glob(pattern):
+            left_over.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """fsync of a file or folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def free_bytes(path: Path) -> int:
+    """Free space of the file system that ``path`` is or would be on."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def size_of(path: Path) -> int:
+    """Bytes of all files below a folder; 0 where there is no folder."""
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+@contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Holds ``folder`` for this process; StorageError where another one holds it. A killed holder frees it.
+
+    The lock is flock's on the file run.lock, which is removed at the end. Over NFS it holds between machines if the
+    mount supports locks; where locks are not supported at all, one line says so and the run goes on without.
+    """
+    path = folder / LOCK
+    descriptor = _locked(path, folder)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            with suppress(OSError):  # read-only by now: the lock itself ends with the descriptor
+                path.unlink(missing_ok=True)
+            os.close(descriptor)
+
+
+def _locked(path: Path, folder: Path) -> int | None:
+    while True:
+        with storage_errors(str(path)):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The holder before may have removed the file between open and flock: then this locks nothing.
+            if not _same_file(descriptor, path):
+                os.close(descriptor)
+                continue
+            with storage_errors(str(path)):
+                os.ftruncate(descriptor, 0)
+                os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+            return descriptor
+        except BlockingIOError:
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+            os.close(descriptor)
+            raise StorageError(f"{folder} is in use by {holder}: wait for it or choose another --out") from None
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                raise StorageError(f"{path} cannot be locked ({reason(error)})") from error
+            warn(f"{path.parent} is on a file system without locks: nothing keeps a second run out of it")
+            return None
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+
+def _same_file(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def warn(sentence: str) -> None:
+    """One line on standard error. A full disk under a redirected standard error must not end the run."""
+    with suppress(OSError):
+        print(f"warning: {sentence}", file=sys.stderr, flush=True)
+
+
+def _aside(target: Path) -> Path:
+    return target.with_name(f".{target.name}-old")
+
+
+def _exchange_in_two(staging: Path, target: Path) -> None:
+    old = _aside(target)
+    shutil.rmtree(old, ignore_errors=True)
+    target.rename(old)
+    try:
+        staging.rename(target)
+    except BaseException:
+        old.rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swaps two names in one step; False where the system cannot."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is None:
+        return False
+    at_cwd, exchange = -100, 2
+    if function(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(b))

@@ -1,0 +1,97 @@
+"""A recipe: one section a component, each beside its class; those of the loop itself are here."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from tracefp4.align.watchdog import WatchConfig
+from tracefp4.config import StrictModel
+from tracefp4.methods import QuantConfig, get_method
+from tracefp4.rollout.engine import RolloutConfig
+from tracefp4.tasks import AnyTaskConfig
+from tracefp4.tasks.running_sums import RunningSumsConfig
+from tracefp4.train.trainer import TrainConfig
+
+
+class ModelConfig(StrictModel):
+    """path: a local Hugging Face checkpoint directory, or "builtin:NAME" of one that ships with the package."""
+
+    path: str = "builtin:sums-moe"
+
+
+class MethodConfig(StrictModel):
+    """name: a mode, see ``tracefp4 methods``."""
+
+    name: str = "trace"
+
+
+class SamplingConfig(StrictModel):
+    """prompts_per_step groups of samples_per_prompt responses each; max_new_tokens and temperature of each.
+    max_prompt_tokens: longest prompt, 0 for rollout.max_model_len - max_new_tokens; overlong_prompts: what becomes of
+    longer ones; "truncate" keeps the last tokens of plain text. chat_template: use the tokenizer's where it has one
+    ("auto"), require it, or take the plain text."""
+
+    prompts_per_step: int = Field(16, ge=1)
+    samples_per_prompt: int = Field(8, ge=2)
+    max_new_tokens: int = Field(96, ge=1)
+    temperature: float = Field(1.0, gt=0)
+    max_prompt_tokens: int = Field(0, ge=0)
+    overlong_prompts: Literal["drop", "truncate", "error"] = "drop"
+    chat_template: Literal["auto", "on", "off"] = "auto"
+
+
+class LoopConfig(StrictModel):
+    """steps: RL steps. seed: of everything random. eval_prompts: held-out problems, 0 to skip; evaluated before the
+    first and after the last step, and every eval_every steps where that is not 0. probe_trajectories: responses per
+    probed step whose full codes are kept for the mismatch metrics; probe_every: probe every n-th step, 0 never.
+    threads: of torch, 0 leaves its choice. save_every: write the policy to checkpoint/ every n-th step as well as at
+    the end, each time in place of the last. state_every: write what a resumed run needs every n-th step, 0 never;
+    keep_states: how many of them stay. keep_best: 1 keeps the policy of the best held-out pass rate in
+    checkpoint-best/, by the evaluations of eval_every and the last one."""
+
+    steps: int = Field(60, ge=1)
+    seed: int = Field(0, ge=0, lt=2**30)
+    eval_prompts: int = Field(0, ge=0)
+    eval_every: int = Field(0, ge=0)
+    probe_trajectories: int = Field(8, ge=0)
+    probe_every: int = Field(1, ge=0)
+    threads: int = Field(0, ge=0)
+    tensorboard: bool = True
+    save_every: int = Field(0, ge=0)
+    state_every: int = Field(10, ge=0)
+    keep_states: int = Field(2, ge=1)
+    keep_best: int = Field(0, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _evaluations_are_there(self) -> LoopConfig:
+        if self.eval_every and not self.eval_prompts:
+            raise ValueError("run.eval_every evaluates nothing while run.eval_prompts is 0: set it, e.g. to 128")
+        if self.keep_best and not self.eval_every:
+            raise ValueError("run.keep_best compares evaluations: set run.eval_every and run.eval_prompts too")
+        return self
+
+
+class RunConfig(StrictModel):
+    """A recipe."""
+
+    model: ModelConfig = ModelConfig()
+    task: AnyTaskConfig = RunningSumsConfig()
+    method: MethodConfig = MethodConfig()
+    quant: QuantConfig = QuantConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    train: TrainConfig = TrainConfig()
+    run: LoopConfig = LoopConfig()
+    watch: WatchConfig = WatchConfig()
+
+    @model_validator(mode="after")
+    def _known_method(self) -> RunConfig:
+        get_method(self.method.name)
+        if self.rollout.dtype != self.train.dtype:
+            raise ValueError(
+                f"rollout.dtype {self.rollout.dtype} and train.dtype {self.train.dtype} differ: the two paths would "
+                "quantize different weights"
+            )
+        return self

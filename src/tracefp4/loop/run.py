@@ -1,0 +1,226 @@
+"""A run from its first step to final.json: its folder, states, resume, evaluations, watchdogs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tracefp4.align.watchdog import Event, Watch, WatchConfig
+from tracefp4.config import config_hash, resolved
+from tracefp4.errors import TracefpError
+from tracefp4.files import warn
+from tracefp4.loop.config import RunConfig
+from tracefp4.loop.parts import Parts, preflight
+from tracefp4.loop.training import TrainingRun
+from tracefp4.report import EventLog, RunLogger, progress, read_jsonl, write_json_atomic
+from tracefp4.report.logger import CONFIG, FINAL, METRICS, RUN
+from tracefp4.report.provenance import append_resume, checkpoint_fingerprint, provenance
+from tracefp4.saves import CHECKPOINT, STATES, Position, Saves, check_space, space_missing
+from tracefp4.signals import Stopped, release
+from tracefp4.tasks import Task
+from tracefp4.train.checkpoint import check_config, latest_facts, load_latest, save_state
+
+FREE_ON_RESUME = frozenset(
+    [
+        f"run.{key}"
+        for key in ("steps", "save_every", "state_every", "keep_states", "keep_best", "tensorboard", "threads")
+    ]
+    + [f"watch.{key}" for key in WatchConfig.model_fields]
+)
+"""Settings that a resumed run may change."""
+
+
+class DivergedError(TracefpError, FloatingPointError):
+    """The numbers of a run broke; the message names the step and the last state."""
+
+    exit_code = 1
+
+
+def check_start(planned: Sequence[tuple[RunConfig, Path]], resume: bool = False) -> None:
+    """What can be known before any of these runs starts: each config's ``preflight``, what a folder to resume holds,
+    and the space that all of them need. Raises TracefpError; touches no folder."""
+    need = 0
+    for config, run_dir in planned:
+        parts = preflight(config)
+        parts.close()
+        if resume:
+            check_resumable(config, run_dir)
+        need += space_missing(run_dir, parts.sizes, config.run)
+    check_space(Path(os.path.commonpath([run_dir.absolute() for _, run_dir in planned])), need)
+
+
+def check_resumable(config: RunConfig, run_dir: Path) -> None:
+    """Raises TracefpError where ``run_dir`` holds a run of other settings, or of more steps than are asked for."""
+    facts = latest_facts(run_dir / STATES)
+    if facts is None and (run_dir / FINAL).is_file() and (run_dir / CONFIG).is_file():
+        facts = {"config": json.loads((run_dir / CONFIG).read_text(encoding="utf-8")), "step": 0}
+    if facts is not None:
+        check_config(facts["config"], resolved(config), FREE_ON_RESUME)
+        done = facts["step"] + bool(facts.get("pending"))
+        if done > config.run.steps:
+            raise TracefpError(f"{run_dir} has {done} steps already: run.steps {config.run.steps} is too few")
+
+
+def run_training(
+    config: RunConfig,
+    run_dir: Path,
+    on_step: Callable[[int, dict[str, float]], None] | None = None,
+    resume: bool = False,
+    task: Task | None = None,
+) -> dict[str, Any]:
+    """Trains one method as configured and writes metrics.jsonl, timing.jsonl, run.json and checkpoint/ to run_dir.
+
+    resume: go on from the newest state in run_dir; the metrics are then those of a run that was never interrupted.
+    task: one of your own. Returns the run's summary: held-out pass rate before and after, with its n; where a watchdog
+    ended the run, "stopped_by" says which and why, "steps" are those done, and there is no pass rate after. Raises
+    TracefpError for what the user can mend, DivergedError where the numbers broke, and passes signals.Stopped on after
+    a last state is written.
+    """
+    run = TrainingRun(config, task)
+    try:
+        return _run(run, run_dir, on_step, resume)
+    finally:
+        run.close()
+
+
+def _run(
+    run: TrainingRun, run_dir: Path, on_step: Callable[[int, dict[str, float]], None] | None, resume: bool
+) -> dict[str, Any]:
+    config = run.config
+    at = _resume(run, run_dir) if resume else Position()
+    saves = Saves(run_dir, run.parts.sizes)
+    write_run_json(run.parts, run_dir, at)
+    try:
+        if not at.trained:
+            at.start = run.evaluate("start")
+        watch = _train(run, run_dir, at, saves, on_step)
+        run.save(run_dir / CHECKPOINT)
+        end = run.evaluate("end") if watch.stopped is None else None
+    except Stopped as stop:
+        if not stop.at_once and config.run.state_every and at.trained > at.saved:
+            saves.state(lambda: _save_state(run, run_dir, at))
+        raise
+    except FloatingPointError as error:
+        states = sorted((run_dir / STATES).glob("step-*"))
+        last = f"its last state is {states[-1]}" if states else "it has no state yet"
+        raise DivergedError(
+            f"the run diverged in step {at.finished}: {error}; {last}; lower train.lr and train into another folder"
+        ) from error
+    summary: dict[str, Any] = {"method": run.method.name, "seed": config.run.seed, "steps": config.run.steps}
+    if at.start is not None:
+        summary |= {"eval/pass_rate_start": at.start, "eval/pass_rate_end": end, "eval/n": config.run.eval_prompts}
+    if config.run.keep_best and end is not None:
+        saves.best(config.run.steps, end, config.run.eval_prompts, run.save)
+    if config.run.keep_best:
+        summary["best"] = saves.best_facts()
+    return summary | watch.summary()
+
+
+def _train(
+    run: TrainingRun,
+    run_dir: Path,
+    at: Position,
+    saves: Saves,
+    on_step: Callable[[int, dict[str, float]], None] | None,
+) -> Watch:
+    """The steps that are left; ``at`` says at every moment which are done."""
+    c = run.config.run
+    with (
+        RunLogger(run_dir, tensorboard=c.tensorboard, first_step=at.finished) as logger,
+        progress(c.steps - at.finished, f"{run.method.name}, seed {c.seed}") as bar,
+    ):
+        watch = make_watch(run.config, run_dir, at.finished, bar.say)
+        for index in range(at.finished, c.steps):
+            if at.unlogged is None:
+                at.pending = (index, *run.step(index))
+                release()
+            assert at.pending is not None
+            _, metrics, timing = at.pending
+            if c.eval_every and (index + 1) % c.eval_every == 0 and index + 1 < c.steps:
+                rate = run.evaluate(f"step{index}")
+                if rate is not None:
+                    metrics = {**metrics, "eval/pass_rate": rate}
+                    if c.keep_best:
+                        saves.best(index + 1, rate, c.eval_prompts, run.save)
+            logger.log(index, metrics, {**timing, "failed_saves": float(saves.failed)})
+            at.finished = index + 1
+            bar.step(reward=metrics["reward/mean"], diff=metrics.get("mismatch/logprob_abs_diff_mean", 0.0))
+            stop = watch.check(index, metrics)
+            if c.save_every and (index + 1) % c.save_every == 0:
+                saves.checkpoint(run.save)
+            if c.state_every and ((index + 1) % c.state_every == 0 or index + 1 == c.steps or stop):
+                saves.state(lambda: _save_state(run, run_dir, at))
+            if on_step:
+                on_step(index, metrics)
+            if stop:
+                break
+    return watch
+
+
+def make_watch(config: RunConfig, run_dir: Path, first: int, say: Callable[[str], None]) -> Watch:
+    """The run's watchdogs, in the state they were in after the steps that metrics.jsonl holds."""
+    log = EventLog(run_dir, first)
+
+    def report(event: Event) -> None:
+        log.write(asdict(event))
+        say(f"{'stop' if event.level == 'stop' else 'warning'}: {event.name}: {event.message}")
+
+    watch = Watch(config.watch, resolved(config), report)
+    watch.replay(read_jsonl(run_dir / METRICS))
+    return watch
+
+
+def _save_state(run: TrainingRun, run_dir: Path, at: Position) -> None:
+    tensors, counters = run.trainer.state()
+    facts = {
+        "config": resolved(run.config),
+        "recipe_hash": run.recipe.hash,
+        "counters": counters,
+        "pass_rate_start": at.start,
+        "pending": at.unlogged,
+    }
+    save_state(run_dir / STATES, at.finished, tensors, facts, run.config.run.keep_states)
+    at.saved = at.trained
+
+
+def _resume(run: TrainingRun, run_dir: Path) -> Position:
+    """Loads the newest state, if there is one."""
+    loaded = load_latest(run_dir / STATES)
+    if loaded is None:
+        return Position()
+    tensors, facts = loaded
+    check_resumable(run.config, run_dir)
+    run.trainer.load_state(tensors, facts["counters"])
+    run.engine.update_weights(run.trainer.named_weights(), run.trainer.version)
+    pending = facts.get("pending")
+    at = Position(facts["step"], facts["pass_rate_start"], tuple(pending) if pending else None)
+    at.saved = at.trained
+    return at
+
+
+def write_run_json(parts: Parts, run_dir: Path, at: Position) -> None:
+    """Where the run's numbers come from; a resumed run adds an entry to "resumes" and says what has changed."""
+    now = provenance() | {"threads": {"torch": torch.get_num_threads(), "omp": os.environ.get("OMP_NUM_THREADS")}}
+    path, config = run_dir / RUN, parts.config
+    if at.trained and path.is_file():
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        if changed := append_resume(facts, now, step=at.trained):
+            warn(f"{run_dir} goes on with {changed}: its metrics may not be those of an unbroken run")
+    else:
+        facts = now | {
+            "recipe_hash": parts.recipe.hash,
+            "recipe": asdict(parts.recipe),
+            "config_hash": config_hash(config),
+            "checkpoint": {"path": config.model.path, **checkpoint_fingerprint(parts.path)},
+            "task": getattr(parts.task, "description", config.task.name),
+            "method": parts.method.name,
+            "seed": config.run.seed,
+            "resumes": [],
+        }
+    write_json_atomic(path, facts)

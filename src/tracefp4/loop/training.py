@@ -1,0 +1,159 @@
+"""One RL step: prompts, rollout, rewards, update, weights to the rollout. Synchronous: the rollout of step k runs under
+the weights of step k."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tracefp4.errors import TracefpError
+from tracefp4.files import replaced_dir
+from tracefp4.guidance.store import MemoryStore
+from tracefp4.loop.config import RunConfig
+from tracefp4.loop.parts import preflight
+from tracefp4.report import write_json_atomic
+from tracefp4.saves import BEST_FACTS
+from tracefp4.signals import hold
+from tracefp4.tasks import CountingTask, Prompt, Task
+from tracefp4.types import GuidanceHandle, Request, RolloutBatch, Trajectory
+
+
+class TrainingRun:
+    """A run's parts, and its step. ``run_training`` drives one; use it directly for a loop of your own.
+
+    task: a task of your own, used as it is in place of the one that ``config.task`` names. Raises TracefpError for
+    whatever the user can mend.
+    """
+
+    def __init__(self, config: RunConfig, task: Task | None = None) -> None:
+        self.config = config
+        self.parts = parts = preflight(config, task)
+        if config.run.threads:
+            torch.set_num_threads(config.run.threads)
+        torch.manual_seed(config.run.seed)
+        self.method, self.tokenizer, self.task, self.recipe = parts.method, parts.tokenizer, parts.task, parts.recipe
+        self.store = MemoryStore()
+        self.engine = parts.make_engine(self.store)
+        self.trainer = parts.make_trainer(self.store)
+        try:
+            self.engine.update_weights(self.trainer.named_weights(), self.trainer.version)
+        except TracefpError as error:
+            raise TracefpError(f"checkpoint {parts.path} cannot be used: {error}") from error
+
+    def step(self, index: int) -> tuple[dict[str, float], dict[str, float]]:
+        """One RL step; returns (metrics, wall-clock figures)."""
+        c, n = self.config, self.config.sampling.samples_per_prompt
+        asked_for = self.task.train_prompts(index, c.sampling.prompts_per_step)
+        truncated = self.parts.encoder.truncated
+        prompts, encoded = self.parts.encode(asked_for)
+        truncated = self.parts.encoder.truncated - truncated
+        probing = c.run.probe_every and index % c.run.probe_every == 0
+        probes = c.run.probe_trajectories if probing else 0
+        requests = self.parts.requests(prompts, n, f"step{index}", probes, encoded)
+        clock = [time.perf_counter()]
+        preemptions = self.engine.scheduler.num_preemptions
+        each = [p for p in prompts for _ in range(n)]
+        trajectories, rewards = self._respond(each, requests)
+        clock.append(time.perf_counter())
+        try:
+            for i, (t, reward) in enumerate(zip(trajectories, rewards, strict=True)):
+                t.group, t.reward = i // n, reward
+            metrics = rollout_metrics(trajectories, self.trainer.version)
+            if isinstance(self.task, CountingTask):
+                metrics |= self.task.metrics()
+            metrics |= prompt_metrics(encoded, dropped=len(asked_for) - len(prompts), truncated=truncated)
+            metrics["rollout/preemptions"] = float(self.engine.scheduler.num_preemptions - preemptions)
+            hold()  # a policy that is half updated is no state to go on from; run_training releases
+            metrics |= self.trainer.update(RolloutBatch(trajectories, self.engine.version))
+        finally:
+            self._discard(trajectories)
+        clock.append(time.perf_counter())
+        self.engine.update_weights(self.trainer.named_weights(), self.trainer.version)
+        clock.append(time.perf_counter())
+        rollout_s, train_s, sync_s = (b - a for a, b in pairwise(clock))
+        timing = {
+            "rollout_seconds": rollout_s,
+            "train_seconds": train_s,
+            "weight_sync_seconds": sync_s,
+            "rollout_tokens_per_second": sum(t.num_sampled for t in trajectories) / rollout_s,
+            "train_tokens_per_second": sum(t.num_sampled for t in trajectories if t.advantage) / train_s,
+        }
+        return metrics, timing
+
+    def _respond(self, prompts: Sequence[Prompt], requests: Sequence[Request]) -> tuple[list[Trajectory], list[float]]:
+        """Responses and their rewards. prompts: one a request. Leaves no record behind where it raises."""
+        exchanges = self.parts.exchanges({r.request_id: p for r, p in zip(requests, prompts, strict=True)})
+        trajectories = self.engine.generate(requests, on_turn=exchanges)
+        try:
+            return trajectories, self.parts.score(prompts, trajectories, exchanges)
+        except BaseException:
+            self._discard(trajectories)
+            raise
+
+    def _discard(self, trajectories: Sequence[Trajectory]) -> None:
+        handles: list[GuidanceHandle] = [h for t in trajectories for h in (t.guidance, t.probe) if h is not None]
+        self.store.discard(handles)
+
+    def evaluate(self, tag: str) -> float | None:
+        """Pass rate on held-out problems, one sampled response each, in the mode's own rollout form.
+
+        A problem whose prompt does not fit cannot be answered and counts as failed.
+        """
+        n = self.config.run.eval_prompts
+        if not n:
+            return None
+        prompts, encoded = self.parts.encode(self.task.test_prompts(n))
+        requests = self.parts.requests(prompts, 1, f"eval-{tag}", encoded=encoded)
+        trajectories, rewards = self._respond(prompts, requests)
+        self._discard(trajectories)
+        return sum(rewards) / n
+
+    def save(self, directory: Path, facts: dict[str, Any] | None = None) -> None:
+        """Writes weights (compute dtype), config and tokenizer as a Hugging Face directory, whole or not at all.
+
+        facts: for a best.json beside them. Raises StorageError where the disk refuses; what was there stays.
+        """
+        with replaced_dir(directory) as staging:
+            self.trainer.model.save_pretrained(staging)
+            self.tokenizer.save_pretrained(staging)
+            if facts is not None:
+                write_json_atomic(staging / BEST_FACTS, facts)
+
+    def close(self) -> None:
+        """Ends what the task keeps running."""
+        self.parts.close()
+
+
+def rollout_metrics(trajectories: Sequence[Trajectory], trainer_version: int) -> dict[str, float]:
+    """Rewards, lengths and guidance bytes of a step's responses, and how many versions they lag behind the trainer."""
+    count = len(trajectories)
+    rewards = [t.reward for t in trajectories]
+    lengths = [t.num_sampled for t in trajectories]
+    lags = [trainer_version - int(t.versions[t.sampled_mask].min()) for t in trajectories]
+    rows = sum(t.num_rows for t in trajectories)
+    stored = sum(t.guidance.nbytes for t in trajectories if t.guidance is not None)
+    return {
+        "reward/mean": sum(rewards) / count,
+        "response/length_mean": sum(lengths) / count,
+        "response/length_max": float(max(lengths)),
+        "response/truncated_share": sum(t.finish_reason == "length" for t in trajectories) / count,
+        "policy/lag": sum(lags) / count,
+        "policy/lag_max": float(max(lags)),
+        "guidance/bytes_per_token": stored / rows,
+    }
+
+
+def prompt_metrics(encoded: Sequence[tuple[int, ...]], dropped: int, truncated: int) -> dict[str, float]:
+    """Lengths of a step's prompts, and how many did not fit."""
+    lengths = [len(ids) for ids in encoded]
+    return {
+        "prompt/dropped": float(dropped),
+        "prompt/truncated": float(truncated),
+        "prompt/length_mean": sum(lengths) / len(lengths),
+        "prompt/length_max": float(max(lengths)),
+    }

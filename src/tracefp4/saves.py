@@ -1,0 +1,133 @@
+"""What a run writes besides its figures: states, checkpoints, the best policy. None of it may end a run of a night.
+
+A save that fails is warned about once for each kind, counted, and tried again when the next one is due; what was saved
+before stays whole.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tracefp4.files import StorageError, free_bytes, recover_dir, size_of, sweep_files, warn
+
+STATES, CHECKPOINT, BEST, BEST_FACTS = "states", "checkpoint", "checkpoint-best", "best.json"
+FIGURES_BYTES_PER_STEP = 16 << 10
+
+
+@dataclass(frozen=True)
+class SaveSizes:
+    """Upper estimates in bytes: of a state (FP32 masters and both AdamW moments) and of a checkpoint."""
+
+    state: int
+    policy: int
+
+    @staticmethod
+    def of(num_params: int, itemsize: int) -> SaveSizes:
+        """itemsize: bytes of a weight in the compute dtype."""
+        return SaveSizes(state=12 * num_params + (256 << 10), policy=itemsize * num_params + (1 << 20))
+
+    def of_run(self, run: Any) -> int:
+        """Most that a run holds at once: a save lies beside the one it replaces until it is whole. run: LoopConfig."""
+        states = (run.keep_states + 1) * self.state if run.state_every else 0
+        return states + (2 + 2 * run.keep_best) * self.policy + run.steps * FIGURES_BYTES_PER_STEP
+
+
+@dataclass
+class Position:
+    """Where a run stands.
+
+    finished: steps in metrics.jsonl. start: held-out pass rate of the first policy. pending: (index, metrics, timing)
+    of a step that is trained and not yet logged. saved: steps trained when the last state was written.
+    """
+
+    finished: int = 0
+    start: float | None = None
+    pending: tuple[int, dict[str, float], dict[str, float]] | None = None
+    saved: int = 0
+
+    @property
+    def unlogged(self) -> tuple[int, dict[str, float], dict[str, float]] | None:
+        """``pending``, unless its step has been logged since."""
+        return self.pending if self.pending is not None and self.pending[0] == self.finished else None
+
+    @property
+    def trained(self) -> int:
+        """Steps whose update is in the weights."""
+        return self.finished + (self.unlogged is not None)
+
+
+def check_space(folder: Path, need: int) -> None:
+    """Raises StorageError where the disk under ``folder`` has less than ``need`` bytes free."""
+    if (free := free_bytes(folder)) < need:
+        raise StorageError(
+            f"{folder} needs up to {_mib(need)} for states and checkpoints and its disk has {_mib(free)} free: free "
+            "some, choose another --out, or lower run.keep_states (run.state_every=0 writes no state)"
+        )
+
+
+def space_missing(run_dir: Path, sizes: SaveSizes, run: Any) -> int:
+    """Bytes a run still has to find on its disk: its estimate, less what it has written already."""
+    return max(0, sizes.of_run(run) - sum(size_of(run_dir / name) for name in (STATES, CHECKPOINT, BEST)))
+
+
+class Saves:
+    """The saves of one run; ``failed`` counts those that did not succeed in this process."""
+
+    def __init__(self, run_dir: Path, sizes: SaveSizes) -> None:
+        self.run_dir, self.sizes = run_dir, sizes
+        self.failed = 0
+        self._warned: set[str] = set()
+        sweep_files(run_dir)
+        for left_over in (run_dir / STATES).glob(".step-*"):
+            shutil.rmtree(left_over, ignore_errors=True)
+        for name in (CHECKPOINT, BEST):
+            recover_dir(run_dir / name)
+
+    def state(self, write: Callable[[], object]) -> bool:
+        """Whether ``write`` saved a state."""
+        return self._attempt("a state", STATES, self.sizes.state, write)
+
+    def checkpoint(self, write: Callable[[Path], object]) -> bool:
+        """Whether ``write(folder)`` saved the policy."""
+        return self._attempt("the policy", CHECKPOINT, self.sizes.policy, lambda: write(self.run_dir / CHECKPOINT))
+
+    def best(self, step: int, rate: float, n: int, write: Callable[[Path, dict[str, Any]], object]) -> None:
+        """Saves the policy after ``step`` steps by ``write(folder, facts)`` if its pass rate exceeds the best so far.
+
+        A tie keeps the earlier one. A resumed run meets its own later best again: the same step ties with itself.
+        """
+        best = self.best_facts()
+        if best is None or rate > best["pass_rate"] or (rate == best["pass_rate"] and step < best["step"]):
+            facts = {"step": step, "pass_rate": rate, "n": n}
+            target = self.run_dir / BEST
+            self._attempt("the best policy so far", BEST, self.sizes.policy, lambda: write(target, facts))
+
+    def best_facts(self) -> dict[str, Any] | None:
+        """{"step", "pass_rate", "n"} of the policy in checkpoint-best; None where there is none."""
+        try:
+            facts: dict[str, Any] = json.loads((self.run_dir / BEST / BEST_FACTS).read_text(encoding="utf-8"))
+            return facts
+        except (OSError, ValueError):
+            return None
+
+    def _attempt(self, what: str, name: str, need: int, write: Callable[[], object]) -> bool:
+        try:
+            if (free := free_bytes(self.run_dir)) < need:
+                raise StorageError(f"{self.run_dir / name} needs {_mib(need)} and its disk has {_mib(free)} free")
+            write()
+        except StorageError as error:
+            self.failed += 1
+            if what not in self._warned:
+                self._warned.add(what)
+                warn(f"{what} was not saved, the run goes on and tries again when the next is due: {error}")
+            return False
+        return True
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.0f} MiB" if count < 10 * 2**30 else f"{count / 2**30:.0f} GiB"
