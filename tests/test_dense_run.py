@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tiny import tiny_checkpoint
-from tracefp4.loop import RunConfig, TrainingRun, run_training
+from tracefp4.loop import Parts, RunConfig, run_training
 from tracefp4.tasks import Prompt
 from tracefp4.types import Trajectory
 
@@ -24,10 +24,10 @@ class Stop(Exception):
 def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A random model never answers rightly; it is rewarded for even last tokens instead, so that it is trained."""
 
-    def score(self: TrainingRun, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[float]:
+    def score(self: Parts, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], _: None) -> list[float]:
         return [float(t.response_ids[-1] % 2 == 0) for t in trajectories]
 
-    monkeypatch.setattr(TrainingRun, "score", score)
+    monkeypatch.setattr(Parts, "score", score)
     return tiny_checkpoint(tmp_path / "model", max_shard_size="60KB")
 
 

@@ -19,10 +19,10 @@ import pytest
 
 from tiny import tiny_checkpoint, tiny_config
 from tracefp4 import signals
-from tracefp4.loop import run as loop
 from tracefp4.cli import main
 from tracefp4.files import folder_lock
-from tracefp4.loop import TrainingRun
+from tracefp4.loop import Parts, TrainingRun
+from tracefp4.loop import run as loop
 from tracefp4.report import RunLogger
 from tracefp4.rollout.engine import RolloutEngine
 from tracefp4.train.checkpoint import latest_facts
@@ -57,11 +57,11 @@ tensorboard = false
 def rewards() -> Iterator[None]:
     """A random policy solves nothing; rewards by the text's own letters make it learn something all the same."""
 
-    def score(self: TrainingRun, prompts: Any, trajectories: Any) -> list[float]:
+    def score(self: Parts, prompts: Any, trajectories: Any, _: None) -> list[float]:
         return [float(sum(t.response_ids) % 3 == 0) for t in trajectories]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainingRun, "score", score)
+        patch.setattr(Parts, "score", score)
         yield
 
 

@@ -146,12 +146,11 @@ def test_truncated_prompts_keep_their_end(plain: str) -> None:
 
 
 def test_prompts_that_all_exceed_the_limit(plain: str) -> None:
-    run = TrainingRun(config(plain, sampling={"max_prompt_tokens": 3}))
     with pytest.raises(
         TracefpError,
         match=r"every prompt exceeds 3 tokens: raise rollout\.max_model_len, and sampling\.max_prompt_tokens",
     ):
-        run.step(0)
+        TrainingRun(config(plain, sampling={"max_prompt_tokens": 3}))
     strict = config(plain, sampling={"max_prompt_tokens": 3, "overlong_prompts": "error"})
     with pytest.raises(TracefpError, match=r"above sampling\.max_prompt_tokens 3; .*sampling\.overlong_prompts"):
         TrainingRun(strict)
