@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tiny import tiny_checkpoint
-from tracefp4.loop import Parts, RunConfig, run_training
+from tracefp4.loop import Parts, RunConfig, TrainingRun, run_training
 from tracefp4.tasks import Prompt
 from tracefp4.types import Trajectory
 
