@@ -30,7 +30,8 @@ ALLOWED: dict[str, set[str]] = {
     "assets": LEAVES | {"tasks"},
     "loop": CORE | {"guidance", "nn", "rollout", "train", "methods", "tasks", "align", "report", "assets"},
     "compare": LEAVES | {"report"},
-    "cli": LEAVES | {"loop", "compare", "methods", "train", "report", "formats", "guidance"},
+    "cli": LEAVES | {"loop", "compare", "methods", "train", "report", "formats", "guidance", "guidance_cli"},
+    "guidance_cli": LEAVES | {"guidance"},
     "__main__": {"cli"},
 }
 """What each top-level module may import besides itself. `from tracefp4 import __version__` is free."""

@@ -1,4 +1,4 @@
-"""The command line: `tracefp4 train | compare | warmstart | methods`.
+"""The command line: `tracefp4 train | compare | warmstart | methods | guidance`.
 
 A user's error is one sentence on standard error and exit code 2; an unexpected exception keeps its traceback.
 Commands import what they run on use, so that `--help` answers at once.
@@ -17,6 +17,7 @@ import typer
 from tracefp4 import __version__
 from tracefp4.config import ConfigError, load_config, resolved
 from tracefp4.errors import TracefpError
+from tracefp4.guidance_cli import app as guidance_app
 
 if TYPE_CHECKING:
     from tracefp4.loop import RunConfig
@@ -27,6 +28,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+
+app.add_typer(guidance_app, name="guidance")
 
 _INTERRUPTED = 130
 
