@@ -225,10 +225,9 @@ class ShardStore:
         Where a shard cannot be removed there is a warning, and it stays for retention or `tracefp4 guidance prune`.
         """
         ids = {handle.sample_id for handle in handles}
-        queued = self._writer.discard(ids)
+        self._writer.discard(ids)
         with self._retention():
-            if any(i not in self._index for i in ids - queued):
-                self._index.refresh()
+            self._index.refresh()  # other processes may have written records of the same ids
             self._remove(self._index.discard(ids))
 
     def drop_below(self, version: int) -> int:
