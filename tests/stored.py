@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from tracefp4.guidance import GuidanceError
+from tracefp4.guidance.disk import ShardStore
 from tracefp4.guidance.files import Files, Range
 from tracefp4.guidance.store import SiteRows, TrajectoryGuidance
+from tracefp4.types import GuidanceHandle
 
 WIDTHS = {"expert_input": 10, "key": 6, "value": 6}
 
@@ -62,3 +67,21 @@ class CountingFiles:
     def fill(self, name: str, ranges: Sequence[Range]) -> Iterator[int]:
         self.bytes_read += sum(len(memory) for _, memory in ranges)
         return self._files.fill(name, ranges)
+
+
+def put_all(store: ShardStore, count: int, first: int = 0, **sizes: Any) -> list[GuidanceHandle]:
+    """Records s<i> of seed i; every one must be taken."""
+    handles = [store.put(f"s{i}", make_record(i, **sizes)) for i in range(first, first + count)]
+    assert all(handles)
+    return [h for h in handles if h is not None]
+
+
+def shard_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def is_missing(store: ShardStore, handle: GuidanceHandle) -> bool:
+    """Whether a record is missing, and not damaged or another one."""
+    with pytest.raises(GuidanceError) as caught:
+        store.get(handle)
+    return str(caught.value).startswith("missing: ")
