@@ -150,7 +150,7 @@ def run(base: Path, kills: int, seed: int) -> dict[str, int]:
     lost = set(acknowledged_ids(base)) - set(known)
     if lost:
         raise AssertionError(f"acknowledged records are gone: {sorted(lost)[:5]}")
-    store.remove_temps()
+    store._files.remove_temps()
     left = [p.name for p in folder.iterdir() if not p.name.endswith(".safetensors")]
     if left:
         raise AssertionError(f"left behind: {left}")

@@ -104,28 +104,16 @@ def prune(
     as_json: Json = False,
 ) -> None:
     """Remove old shards; runs may write and read meanwhile."""
-    from tracefp4.guidance.disk import ShardStore
-    from tracefp4.guidance.inspection import open_index
+    from tracefp4.guidance.inspection import prune as run
 
     if keep_bytes is None and keep_versions is None and not temp:
         raise TracefpError("nothing to prune: give --keep-bytes, --keep-versions or --temp")
-    limit = None if keep_bytes is None else parse_size(keep_bytes)
-    _, index = open_index(url)
-    store = ShardStore(url, create=False)
-    removed = 0
-    try:
-        if keep_versions is not None:
-            newest = max((h.max_version for h in index.headers()), default=-1)
-            removed += store.drop_below(newest - keep_versions + 1)
-        if limit is not None:
-            removed += store.prune(limit)
-        temps = store.remove_temps() if temp else []
-    except OSError as error:
-        raise TracefpError(f"the guidance store at {url} cannot be pruned: {error.strerror or error}") from None
+    found = run(url, None if keep_bytes is None else parse_size(keep_bytes), keep_versions, temp)
     if as_json:
-        _print_json({"url": url, "removed_shards": removed, "removed_temps": temps})
-    else:
-        print(f"{url}: removed {removed} shards and {len(temps)} unfinished files")
+        _print_json(found)
+        return
+    shards, temps = len(found["removed_shards"]), len(found["removed_temps"])
+    print(f"{url}: removed {shards} shards and {temps} unfinished files")
 
 
 def parse_size(text: str) -> int:

@@ -208,7 +208,7 @@ def test_temp_files_of_dead_writers_are_removed_and_only_those(folder: Path) -> 
         for path in (dead, old, alive, foreign):
             path.write_bytes(b"x")
         os.utime(old, (time.time() - 7200,) * 2)
-        assert store.remove_temps() == sorted([dead.name, old.name])
+        assert store._files.remove_temps() == sorted([dead.name, old.name])
         assert alive.exists()
         assert foreign.exists()
 

@@ -20,7 +20,7 @@ from tracefp4.guidance.shards import (
     Shard,
     build_shard,
     check_record,
-    is_shard,
+    oldest_beyond,
     parse_header,
     read_sample,
     shard_name,
@@ -231,29 +231,27 @@ class ShardStore:
             self._remove(self._index.discard(ids))
 
     def drop_below(self, version: int) -> int:
-        """Removes shards all of whose rows ran under policy versions below `version`; returns how many."""
-        self._index.refresh()
-        return self._remove([h.name for h in self._index.headers() if h.max_version < version])
+        """Removes shards all of whose rows ran under policy versions below `version`; returns how many.
+
+        Where that fails there is a warning, and the run goes on.
+        """
+        removed = 0
+        with self._retention():
+            self._index.refresh()
+            removed = self._remove([h.name for h in self._index.headers() if h.max_version < version])
+        return removed
 
     def prune(self, keep_bytes: int) -> int:
-        """Removes the oldest shards until at most keep_bytes are left, the newest shard always; returns how many."""
-        sizes = {name: size for name, size in self._files.sizes().items() if is_shard(name)}
-        total, gone = sum(sizes.values()), []
-        for name in sorted(sizes)[:-1]:
-            if total <= keep_bytes:
-                break
-            total -= sizes[name]
-            gone.append(name)
-        return self._remove(gone)
+        """Removes the oldest shards until at most keep_bytes are left, the newest shard always; returns how many.
+
+        Raises OSError where a shard cannot be removed.
+        """
+        return self._remove(oldest_beyond(self._files.sizes(), keep_bytes))
 
     def clear(self) -> int:
         """Removes every published shard, e.g. before a run is resumed whose samples will have the same ids."""
         self._index.refresh()
         return self._remove([*(h.name for h in self._index.headers()), *self._index.damaged()])
-
-    def remove_temps(self) -> list[str]:
-        """Removes what writers that have ended left half-written; returns the file names."""
-        return self._files.remove_temps()
 
     def _remove(self, names: Sequence[str]) -> int:
         for name in names:

@@ -11,7 +11,7 @@ from tracefp4.errors import TracefpError
 from tracefp4.guidance.files import Files, open_files
 from tracefp4.guidance.index import ShardIndex
 from tracefp4.guidance.schema import GuidanceError
-from tracefp4.guidance.shards import read_sample, shard_time
+from tracefp4.guidance.shards import oldest_beyond, read_sample, shard_time
 
 
 def open_index(url: str) -> tuple[Files, ShardIndex]:
@@ -116,3 +116,29 @@ def stats(url: str) -> dict[str, Any]:
         "newest_seconds": round(now - max(times), 3) if times else 0.0,
         "damaged_shards": sorted(index.damaged()),
     }
+
+
+def prune(
+    url: str, keep_bytes: int | None = None, keep_versions: int | None = None, temp: bool = False
+) -> dict[str, Any]:
+    """Removes shards older than the keep_versions newest policy versions, then the oldest beyond keep_bytes.
+
+    temp: also what dead writers left half-written. Runs may write and read meanwhile. Raises TracefpError where a file
+    cannot be removed.
+    """
+    files, index = open_index(url)
+    gone: list[str] = []
+    try:
+        if keep_versions is not None:
+            newest = max((h.max_version for h in index.headers()), default=-1)
+            gone += [h.name for h in index.headers() if h.max_version <= newest - keep_versions]
+            for name in gone:
+                files.remove(name)
+        if keep_bytes is not None:
+            for name in oldest_beyond(files.sizes(), keep_bytes):
+                files.remove(name)
+                gone.append(name)
+        temps = files.remove_temps() if temp else []
+    except OSError as error:
+        raise TracefpError(f"the guidance store at {url} cannot be pruned: {error.strerror or error}") from None
+    return {"url": url, "removed_shards": gone, "removed_temps": temps}

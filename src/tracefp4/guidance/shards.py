@@ -141,6 +141,18 @@ def shard_time(name: str) -> float:
     return int(found[1]) / 1e6 if found else math.nan
 
 
+def oldest_beyond(sizes: dict[str, int], keep_bytes: int) -> list[str]:
+    """Of files and their bytes, the oldest shards beyond keep_bytes; never the newest one."""
+    names = sorted(name for name in sizes if is_shard(name))
+    total, gone = sum(sizes[name] for name in names), []
+    for name in names[:-1]:
+        if total <= keep_bytes:
+            break
+        total -= sizes[name]
+        gone.append(name)
+    return gone
+
+
 # --- writing -------------------------------------------------------------
 
 

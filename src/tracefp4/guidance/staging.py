@@ -46,6 +46,8 @@ class HostStaging:
     Copies run on a stream of their own: it waits for the work queued so far on the current stream, so the rows are
     those of the moment of the call, and nothing that comes later waits for the copy. A region that is given back may
     be taken again at once: all copies are in the order of the one stream.
+
+    The CUDA path has not run on a GPU yet; tests/guidance/test_staging.py takes it where there is one.
     """
 
     def __init__(self, device: torch.device | str, nbytes: int = 256 << 20) -> None:

@@ -170,7 +170,12 @@ class BackgroundWriter:
     def _run(self) -> None:
         try:
             while group := self._next_group():
-                self._write(group)
+                try:
+                    self._write(group)
+                finally:
+                    for queued in group:
+                        if queued.record.staged is not None:
+                            queued.record.staged.release()
         except Exception as error:  # a bug; the rollout goes on, flush and close raise it
             with self._changed:
                 self._broken = error
@@ -192,12 +197,14 @@ class BackgroundWriter:
             return []
 
     def _oldest(self) -> list[_Queued]:
-        """As many of the oldest records as fit into a shard, one at least."""
+        """As many of the oldest records as fit into a shard, one at least; their staging memory is held."""
         group: list[_Queued] = []
         total = 0
         for queued in self._queue.values():
             if group and total + queued.nbytes > self._shard_bytes:
                 break
+            if queued.record.staged is not None:
+                queued.record.staged.retain()  # also a record that is discarded now must not change under the writer
             group.append(queued)
             total += queued.nbytes
         return group
