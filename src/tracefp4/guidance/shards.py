@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -32,6 +31,7 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest as checksum
 
 from tracefp4.guidance.files import Files, Range
+from tracefp4.guidance.memory import PagePool
 from tracefp4.guidance.schema import GuidanceError, pack_bits, unpack_bits
 from tracefp4.guidance.store import SiteRows, TrajectoryGuidance, check_rows, layer_index
 
@@ -41,7 +41,7 @@ SUFFIX = ".safetensors"
 
 _ITEM_BYTES = {"U8": 1, "F32": 4}
 _MAX_HEADER = 1 << 30
-_HUGE_PAGE = 2 << 20
+_POOL = PagePool()
 _NAME = re.compile(r"(\d{16})-([0-9a-z]+)-([0-9a-f]{6,})-([0-9a-f]{16})" + re.escape(SUFFIX))
 
 if sys.byteorder != "little":
@@ -403,7 +403,7 @@ class _Wanted:
         self.ranges: list[Range] = []
         rows = end - begin
         sizes = [len(index) * rows * plane.row_bytes for plane in entry.planes]
-        memory = _allocate(sum(-(-size // 64) * 64 for size in sizes))
+        memory = _POOL.allocate(sum(-(-size // 64) * 64 for size in sizes))
         at = 0
         for plane, size in zip(entry.planes, sizes, strict=True):
             array = memory[at : at + size].reshape(len(index), rows, plane.row_bytes)
@@ -425,12 +425,3 @@ class _Wanted:
             return SiteRows(payload, torch.from_numpy(raw.view(np.float32)[..., 0])[:, cut])
         bits = raw[..., 0].astype(np.uint32) << 23
         return SiteRows(payload, torch.from_numpy(bits.view(np.float32))[:, cut])
-
-
-def _allocate(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Uninitialised memory; in huge pages where it is large, since faults of small ones cost more than the copy."""
-    if nbytes < 2 * _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return np.empty(nbytes, np.uint8)
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(pages, np.uint8)
