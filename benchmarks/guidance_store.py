@@ -262,7 +262,7 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def one_round(folder: Path, records: Records, fsync: bool) -> Iterator[tuple[str, str, float, float]]:
+def one_round(folder: Path, records: Records, fsync: bool, turn: int) -> Iterator[tuple[str, str, float, float]]:
     """Yields (container, what, bytes, seconds)."""
     first = next(iter(records.values()))
     rows, layers = first.rows, len(first.layers)
@@ -287,7 +287,9 @@ def one_round(folder: Path, records: Records, fsync: bool) -> Iterator[tuple[str
     yield "disk", "read cold", total, timed(lambda: plain_read(plain))
     yield "disk", "read", total, timed(lambda: plain_read(plain))
     shutil.rmtree(plain)
-    for name, (write, read) in CONTAINERS.items():
+    names = list(CONTAINERS)
+    for name in names[turn % len(names) :] + names[: turn % len(names)]:  # the first has the coldest memory
+        write, read = CONTAINERS[name]
         at = fresh("container")
         yield name, "write", total, timed(lambda at=at, write=write: write(at, records, fsync))
         for what, picked in (("", whole), ("slice ", part)):
@@ -357,9 +359,9 @@ def main() -> None:
                 flush=True,
             )
             rounds = []
-            for _ in range(args.rounds):
+            for turn in range(args.rounds):
                 rounds.append(
-                    {(c, what): (n, s) for c, what, n, s in one_round(args.dir / "bench", records, args.fsync)}
+                    {(c, what): (n, s) for c, what, n, s in one_round(args.dir / "bench", records, args.fsync, turn)}
                 )
             shutil.rmtree(args.dir / "bench")
             report(rounds)
