@@ -151,7 +151,7 @@ def test_any_flipped_bit_is_found_by_verify_and_by_a_slice_that_touches_it(
     whole = path.read_bytes()
     parts = regions(header)
     rng, hit = random.Random(0), set()
-    spots = [rng.choice(parts)[0] for _ in range(400)] + [rng.randrange(len(whole)) for _ in range(1600)]
+    spots = [rng.choice(parts)[0] for _ in range(500)] + [rng.randrange(len(whole)) for _ in range(2500)]
     for i, byte in enumerate(spots):
         damaged = bytearray(whole)
         damaged[byte] ^= 1 << rng.randrange(8)
