@@ -56,8 +56,8 @@ def verify(url: Url, as_json: Json = False) -> None:
         for damage in found["damaged"]:
             print(damage["error"])
         print(
-            f"{found['url']}: {found['samples']} samples in {found['shards']} shards are whole "
-            f"({_size(found['bytes'])}), {len(found['damaged'])} damaged"
+            f"{found['url']}: {found['samples']} samples in {found['shards']} shards are whole, "
+            f"{_size(found['bytes'])} read, {len(found['damaged'])} damaged"
         )
     if found["damaged"]:
         raise typer.Exit(1)

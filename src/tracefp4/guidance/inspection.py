@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from typing import Any
 
 from tracefp4.errors import TracefpError
@@ -51,28 +50,27 @@ def inspect(url: str) -> dict[str, Any]:
     }
 
 
-def verify(url: str, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
-    """Reads and checks every byte. progress(bytes) is told after each sample.
+def verify(url: str) -> dict[str, Any]:
+    """Reads and checks every byte. "samples": how many are whole; "bytes": stored bytes of the shards read.
 
     "damaged": the shard, the sample (None where it is the header) and the reason of each damage. A shard that is
     removed meanwhile is no damage.
     """
     files, index = open_index(url)
     damaged = [{"shard": name, "sample": None, "error": str(error)} for name, error in index.damaged().items()]
-    checked = nbytes = 0
+    checked = 0
     for shard, entry in index.samples():
         try:
-            record = read_sample(files, shard, entry)
+            read_sample(files, shard, entry)
         except FileNotFoundError:
             continue
         except (GuidanceError, OSError) as error:
             damaged.append({"shard": shard, "sample": entry.sample_id, "error": str(error)})
             continue
         checked += 1
-        nbytes += record.nbytes
-        if progress:
-            progress(record.nbytes)
-    return {"url": url, "shards": len(index.headers()), "samples": checked, "bytes": nbytes, "damaged": damaged}
+    headers = index.headers()
+    nbytes = sum(h.file_bytes for h in headers)
+    return {"url": url, "shards": len(headers), "samples": checked, "bytes": nbytes, "damaged": damaged}
 
 
 def stats(url: str) -> dict[str, Any]:
