@@ -36,7 +36,20 @@ ALLOWED: dict[str, set[str]] = {
     "bench": CORE | {"guidance", "nn"},
     "compare": LEAVES | {"report"},
     "cli": LEAVES
-    | {"loop", "asynchronous", "compare", "methods", "train", "report", "formats", "guidance", "recipe", "saves"},
+    | {
+        "loop",
+        "asynchronous",
+        "compare",
+        "methods",
+        "train",
+        "report",
+        "formats",
+        "guidance",
+        "recipe",
+        "saves",
+        "guidance_cli",
+    },
+    "guidance_cli": LEAVES | {"guidance"},
     "__main__": {"cli"},
 }
 """What each top-level module may import besides itself. `from tracefp4 import __version__` is free."""

@@ -1,4 +1,4 @@
-"""The command line: `tracefp4 train | compare | report | warmstart | methods | plan`.
+"""The command line: `tracefp4 train | compare | report | warmstart | methods | plan | guidance`.
 
 A user's error is one sentence on standard error and exit code 2; an unexpected exception keeps its traceback.
 Commands import what they run on use, so that `--help` answers at once.
@@ -20,6 +20,7 @@ from tracefp4 import __version__, signals
 from tracefp4.config import ConfigError, load_config, resolved
 from tracefp4.errors import TracefpError
 from tracefp4.files import StorageError, folder_lock
+from tracefp4.guidance_cli import app as guidance_app
 
 if TYPE_CHECKING:
     from tracefp4.loop import RunConfig
@@ -31,6 +32,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+
+app.add_typer(guidance_app, name="guidance")
 
 _STOPPED = 3
 _INTERRUPTED = 130

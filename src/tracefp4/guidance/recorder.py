@@ -14,6 +14,7 @@ from torch import Tensor
 from tracefp4.formats import QuantizedBlocks
 from tracefp4.guidance.codec import pack_rows
 from tracefp4.guidance.schema import row_bytes
+from tracefp4.guidance.staging import HostStaging
 from tracefp4.guidance.store import SiteRows, TrajectoryGuidance
 from tracefp4.recipe import QuantRecipe
 
@@ -21,7 +22,8 @@ from tracefp4.recipe import QuantRecipe
 class SlotRecorder:
     """Packed guidance of ``layers`` for every slot of the cache.
 
-    widths: values per row of each recorded site. Memory: slots * layers * row bytes, allocated once.
+    widths: values per row of each recorded site. Memory: slots * layers * row bytes, allocated once. staging: host
+    memory for asynchronous copies; made where the device is CUDA, not used on the CPU unless given.
     """
 
     def __init__(
@@ -32,7 +34,9 @@ class SlotRecorder:
         num_slots: int,
         widths: Mapping[str, int],
         device: str,
+        staging: HostStaging | None = None,
     ) -> None:
+        self._staging = HostStaging(device) if staging is None and torch.device(device).type == "cuda" else staging
         self.recipe_hash = recipe.hash
         self.layers = tuple(layers)
         self.bits = bits
@@ -68,11 +72,21 @@ class SlotRecorder:
                 self._row_scale[site][i].index_copy_(0, slots, b.encode_scale.reshape(-1))
 
     def gather(self, slots: Tensor, token_ids: Tensor, versions: Tensor, valid: Tensor) -> TrajectoryGuidance:
-        """The record of one trajectory on the host. slots int64 [L1] in order of position; the rest: see the type."""
-        sites = {}
-        for site, payload in self._payload.items():
-            scale = self._static_scale.get(site)
-            if site in self._row_scale:
-                scale = self._row_scale[site][:, slots].cpu()
-            sites[site] = SiteRows(payload[:, slots].cpu(), scale)
-        return TrajectoryGuidance(self.recipe_hash, self.bits, self.layers, sites, token_ids, versions, valid)
+        """The record of one trajectory on the host. slots int64 [L1] in order of position; the rest: see the type.
+
+        With staging the rows are gathered on the device now and may reach the host later (``record.staged``).
+        """
+        rows = {site: payload[:, slots] for site, payload in self._payload.items()}
+        scales = {site: scale[:, slots] for site, scale in self._row_scale.items()}
+        staged = None
+        if self._staging is None:
+            host = [t.cpu() for t in (*rows.values(), *scales.values())]
+        else:
+            host, staged = self._staging.copy([*rows.values(), *scales.values()])
+        payloads = dict(zip(rows, host, strict=False))
+        row_scales = dict(zip(scales, host[len(rows) :], strict=True))
+        sites = {
+            site: SiteRows(payload, row_scales[site] if site in row_scales else self._static_scale[site])
+            for site, payload in payloads.items()
+        }
+        return TrajectoryGuidance(self.recipe_hash, self.bits, self.layers, sites, token_ids, versions, valid, staged)
