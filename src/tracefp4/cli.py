@@ -311,6 +311,7 @@ def _train_all(planned: list[tuple[Path, RunConfig]], overwrite: bool, resume: b
 
 def _train_one(run_dir: Path, config: RunConfig, resume: bool) -> bool:
     """Whether the run took all its steps; else a watchdog ended it."""
+    from tracefp4.asynchronous.training import run_asynchronous
     from tracefp4.loop import run_training
     from tracefp4.report import create_run_dir, write_json_atomic
     from tracefp4.report.logger import CONFIG, FINAL, METRICS
@@ -319,7 +320,10 @@ def _train_one(run_dir: Path, config: RunConfig, resume: bool) -> bool:
     try:
         (run_dir / FINAL).unlink(missing_ok=True)  # a run that is lengthened
         write_json_atomic(run_dir / CONFIG, resolved(config))
-        final = run_training(config, run_dir, resume=resume)
+        if config.run.asynchronous:
+            final = run_asynchronous(config, run_dir, resume=resume)
+        else:
+            final = run_training(config, run_dir, resume=resume)
     except BaseException:
         metrics = run_dir / METRICS
         if not metrics.exists() or not metrics.stat().st_size:

@@ -6,10 +6,8 @@ Anything else keeps its traceback.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 
 class TracefpError(Exception):
     """Something the user can fix: a config, a file, a record. The message is one sentence."""
 
-    exit_code: ClassVar[int] = 2
+    exit_code: int = 2

@@ -5,7 +5,7 @@ Legend: B groups per trainer step, D = max_version_diff, v the trainer's policy 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -16,10 +16,11 @@ OnStale = Literal["wait", "drop"]
 
 @dataclass
 class Group:
-    """All responses to one prompt. index: place in the stream of prompts."""
+    """All responses to one prompt. index: place in the stream of prompts. stats: figures that add up over groups."""
 
     index: int
     trajectories: list[Trajectory]
+    stats: dict[str, float] = field(default_factory=dict)
 
     @cached_property
     def oldest_version(self) -> int:
@@ -30,7 +31,8 @@ class Group:
 class GroupBuffer:
     """Hands out the oldest groups first and never one whose oldest token lags by more than D versions.
 
-    Admission: at version v at most (v + D + 1) * B groups may have been started, not counting dropped ones. Groups that
+    Admission: at version v at most (v + D + 1) * B groups may have been started, not counting those that were dropped
+    or skipped. Groups that
     start at version v are then due by step v + D, since (v + D + 1) * B are consumed by its end.
 
     on_stale "wait": a step waits for unfinished groups where going on without them would leave more old groups than the
@@ -41,12 +43,13 @@ class GroupBuffer:
     def __init__(self, groups_per_step: int, max_version_diff: int, on_stale: OnStale = "wait") -> None:
         self.groups_per_step, self.max_version_diff, self.on_stale = groups_per_step, max_version_diff, on_stale
         self.dropped = 0
+        self.skipped = 0
         self._ready: dict[int, Group] = {}
         self._started: dict[int, int] = {}  # unfinished groups: index -> version they started at
 
     def admitted(self, version: int) -> int:
         """How many groups may have been started in all while the trainer is at ``version``."""
-        return (version + self.max_version_diff + 1) * self.groups_per_step + self.dropped
+        return (version + self.max_version_diff + 1) * self.groups_per_step + self.dropped + self.skipped
 
     def started(self, index: int, version: int) -> None:
         """A group's generation began under this policy version. A group started again keeps its new version."""

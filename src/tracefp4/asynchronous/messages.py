@@ -54,7 +54,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of a step; ``counts``: figures of the buffer and of the rollout for the step's metrics."""
+    """The groups of a step; ``counts``: figures of the buffer for the step's metrics."""
 
     groups: list[Group]
     counts: dict[str, float] = field(default_factory=dict)
@@ -70,9 +70,15 @@ class Started:
 
 
 @dataclass(frozen=True)
+class Skipped:
+    """The prompt of this group does not fit; another group may be started in its place."""
+
+    index: int
+
+
+@dataclass(frozen=True)
 class Finished:
     group: Group
-    stats: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,7 @@ class Failed:
 
     text: str
     user_error: bool
+    exit_code: int = 1
 
 
 @dataclass(frozen=True)

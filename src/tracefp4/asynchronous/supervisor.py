@@ -28,6 +28,7 @@ from tracefp4.asynchronous.messages import (
     Loaded,
     Published,
     Ready,
+    Skipped,
     Started,
     Stop,
     Want,
@@ -58,9 +59,11 @@ RolloutMain = Callable[[Connection, Any, RolloutStart], None]
 
 
 class ChildError(TracefpError):
-    """A child process broke for a reason that another try would meet again; its traceback has been shown."""
+    """A child process ended for a reason that another try would meet again."""
 
-    exit_code = 1
+    def __init__(self, text: str, exit_code: int = 1) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
 
 
 @dataclass
@@ -113,7 +116,6 @@ class Supervisor:
         self._incarnation = 0
         self._restarts = 0
         self._furthest = -1
-        self._rollout_stats: dict[str, float] = {}
         self._summary: dict[str, Any] | None = None
 
     @property
@@ -180,20 +182,20 @@ class Supervisor:
         self._start_trainer()
 
     def _stop_all(self, save: bool) -> None:
-        """Ends both children; save: the trainer may write a state first."""
-        trainer, rollout = self._trainer, self._rollout
+        """Ends both children, by force where a second signal arrives; save: the trainer may write a state first."""
+        children = [(self._rollout, 5.0), (self._trainer, STOP_SECONDS if save else 5.0)]
+        self._tell_rollout(Stop())
+        self._tell_trainer(Stop())
         self._trainer = self._rollout = None
-        for child in (rollout, trainer):
-            if child is None:
-                continue
-            try:
-                child.channel.send(Stop())
-            except ConnectionError:
-                continue
-        if rollout is not None:
-            rollout.end(5.0)
-        if trainer is not None:
-            trainer.end(STOP_SECONDS if save else 5.0)
+        try:
+            for child, seconds in children:
+                if child is not None:
+                    child.end(seconds)
+        except BaseException:
+            for child, _ in children:
+                if child is not None:
+                    child.process.kill()
+            raise
 
     # -- messages -----------------------------------------------------------------------------------------------
 
@@ -221,7 +223,7 @@ class Supervisor:
         if isinstance(message, Failed):
             child.end(5.0)
             if message.user_error:
-                raise TracefpError(message.text)
+                raise ChildError(message.text, message.exit_code)
             self._notify(message.text)
             raise ChildError(f"the {child.name} process failed: {message.text.strip().splitlines()[-1]}")
         if child is self._trainer:
@@ -234,10 +236,9 @@ class Supervisor:
         match message:
             case Ready(weights):
                 # Whatever was made before is of another history of the policy.
-                dropped = self._buffer.dropped
-                self._buffer = GroupBuffer(*self._settings)
-                self._buffer.dropped, self._weights = dropped, weights
-                self._next_index = weights.version * self._settings[0] + dropped
+                before, self._buffer, self._weights = self._buffer, GroupBuffer(*self._settings), weights
+                self._buffer.dropped, self._buffer.skipped = before.dropped, before.skipped
+                self._next_index = weights.version * self._settings[0] + before.dropped + before.skipped
                 self._start_rollout()
             case Want(version):
                 self._want = version
@@ -246,7 +247,7 @@ class Supervisor:
                 if weights.version > self._furthest:  # progress; steps done again after a crash are none
                     self._furthest, self._restarts = weights.version, 0
                 self._tell_rollout(weights)
-                self._tell_rollout(Admit(self._buffer.admitted(weights.version)))
+                self._admit()
             case Evaluate():
                 self._evaluation = message
                 self._tell_rollout(message)
@@ -260,8 +261,10 @@ class Supervisor:
             case Started(index, version):
                 self._next_index = max(self._next_index, index + 1)
                 self._buffer.started(index, version)
-            case Finished(group, stats):
-                self._rollout_stats = stats
+            case Skipped():
+                self._buffer.skipped += 1
+                self._admit()
+            case Finished(group):
                 self._buffer.put(group)
             case Evaluated():
                 self._evaluation = None
@@ -278,12 +281,20 @@ class Supervisor:
         dropped = self._buffer.dropped
         groups = self._buffer.take(self._want)
         if self._buffer.dropped > dropped:
-            self._tell_rollout(Admit(self._buffer.admitted(self._weights.version)))
+            self._admit()
         if groups is None:
             return
         self._want = None
-        counts = {"async/dropped_groups": float(self._buffer.dropped), "async/ready_groups": float(len(self._buffer))}
-        self._tell_trainer(Groups(groups, counts | self._rollout_stats))
+        counts = {
+            "async/dropped_groups": float(self._buffer.dropped),
+            "async/skipped_prompts": float(self._buffer.skipped),
+            "async/ready_groups": float(len(self._buffer)),
+        }
+        self._tell_trainer(Groups(groups, counts))
+
+    def _admit(self) -> None:
+        assert self._weights is not None
+        self._tell_rollout(Admit(self._buffer.admitted(self._weights.version)))
 
     def _tell_rollout(self, message: Any) -> None:
         self._tell(self._rollout, message)

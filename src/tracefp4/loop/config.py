@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from tracefp4.align.watchdog import WatchConfig
 from tracefp4.config import StrictModel
+from tracefp4.guidance.disk import GuidanceStoreConfig
 from tracefp4.methods import QuantConfig, get_method
 from tracefp4.rollout.engine import RolloutConfig
 from tracefp4.tasks import AnyTaskConfig
@@ -49,7 +50,11 @@ class LoopConfig(StrictModel):
     threads: of torch, 0 leaves its choice. save_every: write the policy to checkpoint/ every n-th step as well as at
     the end, each time in place of the last. state_every: write what a resumed run needs every n-th step, 0 never;
     keep_states: how many of them stay. keep_best: 1 keeps the policy of the best held-out pass rate in
-    checkpoint-best/, by the evaluations of eval_every and the last one."""
+    checkpoint-best/, by the evaluations of eval_every and the last one.
+
+    asynchronous: rollout and trainer run at the same time, as processes of their own. max_lag: most policy versions
+    that a token may lag behind the trainer that learns from it; 0 is on-policy. on_stale: "wait" for responses that
+    would grow too old, so that none is lost, or take what is there and "drop" them."""
 
     steps: int = Field(60, ge=1)
     seed: int = Field(0, ge=0, lt=2**30)
@@ -63,6 +68,9 @@ class LoopConfig(StrictModel):
     state_every: int = Field(10, ge=0)
     keep_states: int = Field(2, ge=1)
     keep_best: int = Field(0, ge=0, le=1)
+    asynchronous: bool = False
+    max_lag: int = Field(3, ge=0)
+    on_stale: Literal["wait", "drop"] = "wait"
 
     @model_validator(mode="after")
     def _evaluations_are_there(self) -> LoopConfig:
@@ -82,6 +90,7 @@ class RunConfig(StrictModel):
     quant: QuantConfig = QuantConfig()
     sampling: SamplingConfig = SamplingConfig()
     rollout: RolloutConfig = RolloutConfig()
+    guidance: GuidanceStoreConfig = GuidanceStoreConfig()
     train: TrainConfig = TrainConfig()
     run: LoopConfig = LoopConfig()
     watch: WatchConfig = WatchConfig()

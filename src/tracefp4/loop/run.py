@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -15,6 +15,7 @@ from tracefp4.align.watchdog import Event, Watch, WatchConfig
 from tracefp4.config import config_hash, resolved
 from tracefp4.errors import TracefpError
 from tracefp4.files import warn
+from tracefp4.guidance.disk import GuidanceStoreConfig
 from tracefp4.loop.config import RunConfig
 from tracefp4.loop.parts import Parts, preflight
 from tracefp4.loop.training import TrainingRun
@@ -25,6 +26,7 @@ from tracefp4.saves import CHECKPOINT, STATES, Position, Saves, check_space, spa
 from tracefp4.signals import Stopped, release
 from tracefp4.tasks import Task
 from tracefp4.train.checkpoint import check_config, latest_facts, load_latest, save_state
+from tracefp4.train.trainer import GRPOTrainer
 
 FREE_ON_RESUME = frozenset(
     [
@@ -32,6 +34,7 @@ FREE_ON_RESUME = frozenset(
         for key in ("steps", "save_every", "state_every", "keep_states", "keep_best", "tensorboard", "threads")
     ]
     + [f"watch.{key}" for key in WatchConfig.model_fields]
+    + [f"guidance.{key}" for key in GuidanceStoreConfig.model_fields]
 )
 """Settings that a resumed run may change."""
 
@@ -61,7 +64,9 @@ def check_resumable(config: RunConfig, run_dir: Path) -> None:
     if facts is None and (run_dir / FINAL).is_file() and (run_dir / CONFIG).is_file():
         facts = {"config": json.loads((run_dir / CONFIG).read_text(encoding="utf-8")), "step": 0}
     if facts is not None:
-        check_config(facts["config"], resolved(config), FREE_ON_RESUME)
+        defaults = resolved(RunConfig())
+        defaults.pop("task")  # of one task only
+        check_config(facts["config"], resolved(config), FREE_ON_RESUME, defaults)
         done = facts["step"] + bool(facts.get("pending"))
         if done > config.run.steps:
             raise TracefpError(f"{run_dir} has {done} steps already: run.steps {config.run.steps} is too few")
@@ -84,16 +89,33 @@ def run_training(
     """
     run = TrainingRun(config, task)
     try:
-        return _run(run, run_dir, on_step, resume)
+        return drive(run, run_dir, on_step, resume)
     finally:
         run.close()
 
 
-def _run(
-    run: TrainingRun, run_dir: Path, on_step: Callable[[int, dict[str, float]], None] | None, resume: bool
+class Steps(Protocol):
+    """What ``drive`` drives: a run that can take a step, evaluate and save. See ``TrainingRun``."""
+
+    config: RunConfig
+    parts: Parts
+    trainer: GRPOTrainer
+
+    def begin(self, resumed: bool) -> None: ...
+
+    def step(self, index: int) -> tuple[dict[str, float], dict[str, float]]: ...
+
+    def evaluate(self, tag: str) -> float | None: ...
+
+    def save(self, directory: Path, facts: dict[str, Any] | None = None) -> None: ...
+
+
+def drive(
+    run: Steps, run_dir: Path, on_step: Callable[[int, dict[str, float]], None] | None, resume: bool
 ) -> dict[str, Any]:
     config = run.config
     at = _resume(run, run_dir) if resume else Position()
+    run.begin(resumed=at.trained > 0)
     saves = Saves(run_dir, run.parts.sizes)
     write_run_json(run.parts, run_dir, at)
     try:
@@ -112,7 +134,7 @@ def _run(
         raise DivergedError(
             f"the run diverged in step {at.finished}: {error}; {last}; lower train.lr and train into another folder"
         ) from error
-    summary: dict[str, Any] = {"method": run.method.name, "seed": config.run.seed, "steps": config.run.steps}
+    summary: dict[str, Any] = {"method": run.parts.method.name, "seed": config.run.seed, "steps": config.run.steps}
     if at.start is not None:
         summary |= {"eval/pass_rate_start": at.start, "eval/pass_rate_end": end, "eval/n": config.run.eval_prompts}
     if config.run.keep_best and end is not None:
@@ -123,7 +145,7 @@ def _run(
 
 
 def _train(
-    run: TrainingRun,
+    run: Steps,
     run_dir: Path,
     at: Position,
     saves: Saves,
@@ -133,7 +155,7 @@ def _train(
     c = run.config.run
     with (
         RunLogger(run_dir, tensorboard=c.tensorboard, first_step=at.finished) as logger,
-        progress(c.steps - at.finished, f"{run.method.name}, seed {c.seed}") as bar,
+        progress(c.steps - at.finished, f"{run.parts.method.name}, seed {c.seed}") as bar,
     ):
         watch = make_watch(run.config, run_dir, at.finished, bar.say)
         for index in range(at.finished, c.steps):
@@ -176,11 +198,11 @@ def make_watch(config: RunConfig, run_dir: Path, first: int, say: Callable[[str]
     return watch
 
 
-def _save_state(run: TrainingRun, run_dir: Path, at: Position) -> None:
+def _save_state(run: Steps, run_dir: Path, at: Position) -> None:
     tensors, counters = run.trainer.state()
     facts = {
         "config": resolved(run.config),
-        "recipe_hash": run.recipe.hash,
+        "recipe_hash": run.parts.recipe.hash,
         "counters": counters,
         "pass_rate_start": at.start,
         "pending": at.unlogged,
@@ -189,7 +211,7 @@ def _save_state(run: TrainingRun, run_dir: Path, at: Position) -> None:
     at.saved = at.trained
 
 
-def _resume(run: TrainingRun, run_dir: Path) -> Position:
+def _resume(run: Steps, run_dir: Path) -> Position:
     """Loads the newest state, if there is one."""
     loaded = load_latest(run_dir / STATES)
     if loaded is None:
@@ -197,7 +219,6 @@ def _resume(run: TrainingRun, run_dir: Path) -> Position:
     tensors, facts = loaded
     check_resumable(run.config, run_dir)
     run.trainer.load_state(tensors, facts["counters"])
-    run.engine.update_weights(run.trainer.named_weights(), run.trainer.version)
     pending = facts.get("pending")
     at = Position(facts["step"], facts["pass_rate_start"], tuple(pending) if pending else None)
     at.saved = at.trained

@@ -13,7 +13,8 @@ import torch
 
 from tracefp4.errors import TracefpError
 from tracefp4.files import replaced_dir
-from tracefp4.guidance.store import MemoryStore
+from tracefp4.guidance.disk import ShardStore, make_store
+from tracefp4.guidance.store import GuidanceStore
 from tracefp4.loop.config import RunConfig
 from tracefp4.loop.parts import preflight
 from tracefp4.report import write_json_atomic
@@ -37,13 +38,24 @@ class TrainingRun:
             torch.set_num_threads(config.run.threads)
         torch.manual_seed(config.run.seed)
         self.method, self.tokenizer, self.task, self.recipe = parts.method, parts.tokenizer, parts.task, parts.recipe
-        self.store = MemoryStore()
+        self.store = make_store(config.guidance)
         self.engine = parts.make_engine(self.store)
         self.trainer = parts.make_trainer(self.store)
         try:
-            self.engine.update_weights(self.trainer.named_weights(), self.trainer.version)
+            self.publish()
         except TracefpError as error:
             raise TracefpError(f"checkpoint {parts.path} cannot be used: {error}") from error
+
+    def publish(self) -> None:
+        """Gives the trainer's weights to the rollout."""
+        self.engine.update_weights(self.trainer.named_weights(), self.trainer.version)
+
+    def begin(self, resumed: bool) -> None:
+        """Called once, before the first step or evaluation; resumed: the trainer's state has just been loaded."""
+        if resumed:
+            self.publish()
+        if isinstance(self.store, ShardStore):
+            self.store.clear()  # records of an earlier process, which this run makes again
 
     def step(self, index: int) -> tuple[dict[str, float], dict[str, float]]:
         """One RL step; returns (metrics, wall-clock figures)."""
@@ -73,7 +85,7 @@ class TrainingRun:
         finally:
             self._discard(trajectories)
         clock.append(time.perf_counter())
-        self.engine.update_weights(self.trainer.named_weights(), self.trainer.version)
+        self.publish()
         clock.append(time.perf_counter())
         rollout_s, train_s, sync_s = (b - a for a, b in pairwise(clock))
         timing = {
@@ -83,7 +95,7 @@ class TrainingRun:
             "rollout_tokens_per_second": sum(t.num_sampled for t in trajectories) / rollout_s,
             "train_tokens_per_second": sum(t.num_sampled for t in trajectories if t.advantage) / train_s,
         }
-        return metrics, timing
+        return metrics, timing | store_figures(self.store)
 
     def _respond(self, prompts: Sequence[Prompt], requests: Sequence[Request]) -> tuple[list[Trajectory], list[float]]:
         """Responses and their rewards. prompts: one a request. Leaves no record behind where it raises."""
@@ -125,8 +137,10 @@ class TrainingRun:
                 write_json_atomic(staging / BEST_FACTS, facts)
 
     def close(self) -> None:
-        """Ends what the task keeps running."""
+        """Ends what the task and the store keep running."""
         self.parts.close()
+        if isinstance(self.store, ShardStore):
+            self.store.close()
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory], trainer_version: int) -> dict[str, float]:
@@ -146,6 +160,11 @@ def rollout_metrics(trajectories: Sequence[Trajectory], trainer_version: int) ->
         "policy/lag_max": float(max(lags)),
         "guidance/bytes_per_token": stored / rows,
     }
+
+
+def store_figures(store: GuidanceStore) -> dict[str, float]:
+    """Counters of a store on disk: what was written, what was dropped and why, what waits."""
+    return store.stats() if isinstance(store, ShardStore) else {}
 
 
 def prompt_metrics(encoded: Sequence[tuple[int, ...]], dropped: int, truncated: int) -> dict[str, float]:

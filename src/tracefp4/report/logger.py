@@ -31,7 +31,7 @@ from tracefp4.files import LOCK, StorageError, append_text, reason, storage_erro
 
 METRICS, TIMING, CONFIG, FINAL = "metrics.jsonl", "timing.jsonl", "config.json", "final.json"
 EVENTS, RUN = "events.jsonl", "run.json"
-_FOLDERS = ("checkpoint", "checkpoint-best", "states", "tensorboard")
+_FOLDERS = ("checkpoint", "checkpoint-best", "states", "tensorboard", "guidance", "weights")
 _OURS = frozenset({METRICS, TIMING, EVENTS, CONFIG, FINAL, RUN, LOCK, *_FOLDERS})
 
 

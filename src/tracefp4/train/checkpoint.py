@@ -68,10 +68,15 @@ def latest_facts(states_dir: Path) -> dict[str, Any] | None:
     return None
 
 
-def check_config(stored: dict[str, Any], given: dict[str, Any], free: frozenset[str]) -> None:
-    """Raises TracefpError naming the first setting that differs, unless it is one of ``free`` (dotted keys)."""
+def check_config(
+    stored: dict[str, Any], given: dict[str, Any], free: frozenset[str], defaults: dict[str, Any] | None = None
+) -> None:
+    """Raises TracefpError naming the first setting that differs, unless it is one of ``free`` (dotted keys).
+
+    defaults: what a run of an older version, whose config lacks a key, is taken to have had.
+    """
     for section in sorted({*stored, *given}):
-        a, b = stored.get(section, {}), given.get(section, {})
+        a, b = {**(defaults or {}).get(section, {}), **stored.get(section, {})}, given.get(section, {})
         for key in sorted({*a, *b}):
             if f"{section}.{key}" not in free and a.get(key) != b.get(key):
                 raise TracefpError(

@@ -1,0 +1,70 @@
+"""What both child processes of an asynchronous run do around their work."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from tracefp4.asynchronous.channel import Channel
+from tracefp4.asynchronous.messages import Failed
+from tracefp4.errors import TracefpError
+from tracefp4.loop import RunConfig
+from tracefp4.report.provenance import usable_cores
+from tracefp4.signals import SIGNALS, Stopped
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What both processes are given. resume: go on from a state, if there is one."""
+
+    config: RunConfig
+    run_dir: Path
+    resume: bool
+
+    @property
+    def guidance_url(self) -> str:
+        """Two processes cannot share memory's store: the run folder holds it unless a place was given."""
+        url = self.config.guidance.url
+        return str(self.run_dir / "guidance") if url == "memory" else url
+
+
+@contextmanager
+def child(connection: Connection, payload: Payload) -> Iterator[Channel]:
+    """The body of a child process: errors become a message to the supervisor, and the channel is closed.
+
+    A supervisor that is gone ends the child without a word. Signals that a terminal sends to all processes are left to
+    the supervisor, which tells its children what to do.
+    """
+    for signum in SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
+    torch.set_num_threads(payload.config.run.threads or max(1, usable_cores() // 2))
+    channel = Channel(connection)
+    try:
+        yield channel
+    except (ConnectionError, Stopped):
+        pass
+    except TracefpError as error:
+        _tell(channel, Failed(str(error), user_error=True, exit_code=error.exit_code))
+    except BaseException:
+        _tell(channel, Failed(traceback.format_exc(), user_error=False, exit_code=1))
+    finally:
+        channel.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # threads of torch and of the store must not hold up the end
+
+
+def _tell(channel: Channel, failed: Failed) -> None:
+    try:
+        channel.send(failed)
+    except ConnectionError:
+        print(failed.text, file=sys.stderr)

@@ -1,0 +1,173 @@
+"""The trainer process, and the asynchronous run as a whole."""
+
+from __future__ import annotations
+
+import sys
+import time
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from tracefp4.asynchronous.buffer import Group
+from tracefp4.asynchronous.channel import Channel
+from tracefp4.asynchronous.child import Payload, child
+from tracefp4.asynchronous.messages import Done, Evaluate, Evaluated, Groups, Published, Ready, Stop, Want, Weights
+from tracefp4.asynchronous.rollout import rollout_main
+from tracefp4.asynchronous.supervisor import Supervisor
+from tracefp4.errors import TracefpError
+from tracefp4.files import replaced_dir, storage_errors
+from tracefp4.guidance.disk import ShardStore, make_store
+from tracefp4.loop import RunConfig, preflight
+from tracefp4.loop.run import drive
+from tracefp4.loop.training import prompt_metrics, rollout_metrics
+from tracefp4.report import write_json_atomic
+from tracefp4.saves import BEST_FACTS
+from tracefp4.signals import Stopped, hold
+from tracefp4.types import RolloutBatch, Trajectory
+
+WEIGHTS = "weights"
+WAIT_FOR_RECORD_SECONDS = 5.0
+"""A group can arrive before the shard that holds its records is published, a fraction of a second later."""
+
+
+class AsyncTrainingRun:
+    """The trainer's side of an asynchronous run: what ``tracefp4.loop.run.drive`` drives."""
+
+    def __init__(self, payload: Payload, channel: Channel) -> None:
+        self.config = config = payload.config
+        self.channel, self.run_dir = channel, payload.run_dir
+        self.parts = preflight(config)
+        torch.manual_seed(config.run.seed)
+        wait = max(WAIT_FOR_RECORD_SECONDS, config.guidance.wait_seconds)
+        self.store = make_store(config.guidance.model_copy(update={"url": payload.guidance_url, "wait_seconds": wait}))
+        self.trainer = self.parts.make_trainer(self.store)
+
+    def begin(self, resumed: bool) -> None:
+        """Tells the supervisor where the trainer stands; the rollout starts from there."""
+        if isinstance(self.store, ShardStore):
+            self.store.clear()  # records of processes that are gone
+        self.channel.send(Ready(self._publish()))
+
+    def _publish(self) -> Weights:
+        """Writes the weights under their version, whole or not at all."""
+        folder = self.run_dir / WEIGHTS
+        path, half = folder / f"v{self.trainer.version}.safetensors", folder / ".half"
+        with storage_errors(str(path)):
+            folder.mkdir(exist_ok=True)
+            save_file({name: w.contiguous() for name, w in self.trainer.named_weights()}, half)
+            half.replace(path)
+        return Weights(self.trainer.version, str(path))
+
+    def _receive(self, kind: type) -> Any:
+        message = self.channel.receive()
+        if isinstance(message, Stop):
+            raise Stopped(15)
+        assert isinstance(message, kind), f"expected {kind.__name__}, got {type(message).__name__}"
+        return message
+
+    def step(self, index: int) -> tuple[dict[str, float], dict[str, float]]:
+        """One RL step on groups that the rollout made meanwhile; returns (metrics, wall-clock figures)."""
+        clock = [time.perf_counter()]
+        self.channel.send(Want(self.trainer.version))
+        received: Groups = self._receive(Groups)
+        clock.append(time.perf_counter())
+        trajectories = _numbered(received.groups)
+        metrics = rollout_metrics(trajectories, self.trainer.version)
+        metrics |= prompt_metrics([g.trajectories[0].prompt_ids for g in received.groups], dropped=0, truncated=0)
+        metrics |= received.counts | _summed(received.groups)
+        hold()  # a policy that is half updated is no state to go on from; drive releases
+        metrics |= self.trainer.update(RolloutBatch(trajectories, self.trainer.version))
+        self._forget(trajectories)
+        clock.append(time.perf_counter())
+        self.channel.send(Published(self._publish()))
+        clock.append(time.perf_counter())
+        wait_s, train_s, sync_s = (b - a for a, b in pairwise(clock))
+        timing = {
+            "wait_seconds": wait_s,
+            "train_seconds": train_s,
+            "weight_sync_seconds": sync_s,
+            "step_seconds": clock[-1] - clock[0],
+            "tokens_per_second": sum(t.num_sampled for t in trajectories) / (clock[-1] - clock[0]),
+        }
+        return metrics, timing
+
+    def _forget(self, trajectories: list[Trajectory]) -> None:
+        """Removes what no later step can use: these records, and shards of versions that are too old by now."""
+        self.store.discard([h for t in trajectories for h in (t.guidance, t.probe) if h is not None])
+        if isinstance(self.store, ShardStore):
+            self.store.drop_below(self.trainer.version - self.config.run.max_lag)
+
+    def evaluate(self, tag: str) -> float | None:
+        """Pass rate on held-out problems, by the rollout, under the weights it has when it is asked."""
+        if not self.config.run.eval_prompts:
+            return None
+        self.channel.send(Evaluate(tag))
+        answer: Evaluated = self._receive(Evaluated)
+        return answer.pass_rate
+
+    def save(self, directory: Path, facts: dict[str, Any] | None = None) -> None:
+        """As ``TrainingRun.save``."""
+        with replaced_dir(directory) as staging:
+            self.trainer.model.save_pretrained(staging)
+            self.parts.tokenizer.save_pretrained(staging)
+            if facts is not None:
+                write_json_atomic(staging / BEST_FACTS, facts)
+
+    def close(self) -> None:
+        self.parts.close()
+        if isinstance(self.store, ShardStore):
+            self.store.close(timeout=2.0)
+
+
+def _numbered(groups: list[Group]) -> list[Trajectory]:
+    for i, group in enumerate(groups):
+        for t in group.trajectories:
+            t.group = i
+    return [t for g in groups for t in g.trajectories]
+
+
+def _summed(groups: list[Group]) -> dict[str, float]:
+    names = sorted({name for g in groups for name in g.stats})
+    return {name: sum(g.stats.get(name, 0.0) for g in groups) for name in names}
+
+
+def trainer_main(connection: Connection, payload: Payload) -> None:
+    """The trainer process."""
+    with child(connection, payload) as channel:
+        run = AsyncTrainingRun(payload, channel)
+        try:
+            channel.send(Done(drive(run, payload.run_dir, None, payload.resume)))
+        finally:
+            run.close()
+
+
+def run_asynchronous(config: RunConfig, run_dir: Path, resume: bool = False) -> dict[str, Any]:
+    """As ``tracefp4.loop.run_training``, with rollout and trainer as processes that run at the same time.
+
+    Metrics are not those of the synchronous loop, byte for byte, nor of another run of the same seed: which responses
+    are ready when depends on the machine. Raises TracefpError where a child fails for good; a signal stops the trainer
+    after its update, with a state saved, and is passed on.
+    """
+    if not config.run.asynchronous:
+        raise TracefpError("run.asynchronous is false in this config: use run_training")
+    payload = Payload(config, run_dir, resume)
+    supervisor = Supervisor(
+        rollout_main,
+        trainer_main,
+        payload,
+        config.sampling.prompts_per_step,
+        config.run.max_lag,
+        config.run.on_stale,
+        notify=lambda text: print(f"warning: {text}", file=sys.stderr, flush=True),
+    )
+    try:
+        return supervisor.run()
+    finally:
+        for path in (run_dir / WEIGHTS).glob("*"):
+            path.unlink(missing_ok=True)
+        if (run_dir / WEIGHTS).is_dir():
+            (run_dir / WEIGHTS).rmdir()

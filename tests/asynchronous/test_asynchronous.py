@@ -1,0 +1,129 @@
+"""Rollout and trainer as two processes on a real, tiny policy."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tracefp4.asynchronous.training import run_asynchronous
+from tracefp4.errors import TracefpError
+from tracefp4.loop import RunConfig, run_training
+
+
+def config(method: str = "trace-all", **sections: dict[str, Any]) -> RunConfig:
+    base: dict[str, dict[str, Any]] = {
+        "method": {"name": method},
+        "sampling": {"prompts_per_step": 3, "samples_per_prompt": 4, "max_new_tokens": 64},
+        "rollout": {"max_num_seqs": 16, "max_model_len": 96},
+        "train": {"updates_per_rollout": 2, "micro_batch_size": 8},
+        "run": {"steps": 5, "tensorboard": False, "asynchronous": True, "state_every": 2, "threads": 1},
+    }
+    for name, section in sections.items():
+        base[name] = {**base.get(name, {}), **section}
+    return RunConfig.model_validate(base)
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_with_lag_learns_from_guided_rows(tmp_path: Path) -> None:
+    summary = run_asynchronous(config(run={"eval_prompts": 8, "max_lag": 2}), tmp_path)
+    assert summary["steps"] == 5
+    assert 0 <= summary["eval/pass_rate_start"] <= 1
+    lines = metrics_of(tmp_path)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert all(line["policy/lag_max"] <= 2 for line in lines)
+    assert max(line["policy/lag_max"] for line in lines) > 0
+    assert all(line["guidance/guided_share"] == 1.0 for line in lines)
+    assert all(line["async/dropped_groups"] == 0 for line in lines)
+    assert (tmp_path / "checkpoint/config.json").is_file()
+    assert not (tmp_path / "weights").exists()
+
+
+def test_without_lag_it_is_the_synchronous_run(tmp_path: Path) -> None:
+    """On-policy, the two loops hand the same responses to the same trainer: every shared figure is equal."""
+    plain = {"run": {"max_lag": 0, "steps": 3, "probe_every": 0}, "train": {"dtype": "float32"}}
+    plain["rollout"] = {"dtype": "float32"}
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    run_asynchronous(config("fp32", **plain), tmp_path / "a")
+    run_training(config("fp32", **{**plain, "run": {**plain["run"], "asynchronous": False}}), tmp_path / "b")
+    for ours, theirs in zip(metrics_of(tmp_path / "a"), metrics_of(tmp_path / "b"), strict=True):
+        shared = set(ours) & set(theirs)
+        assert {"reward/mean", "train/loss", "train/entropy", "policy/lag"} <= shared
+        for name in shared:
+            # Batches of another composition sum in another order.
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=2e-5), name
+
+
+def test_rows_older_than_allowed_fall_back(tmp_path: Path) -> None:
+    run_asynchronous(config(run={"max_lag": 3}, train={"max_version_diff": 0}), tmp_path)
+    lines = metrics_of(tmp_path)
+    stale = [line["guidance/fallback/stale"] for line in lines]
+    lags = [line["policy/lag_max"] for line in lines]
+    assert any(s > 0 for s in stale)
+    assert all((s > 0) == (lag > 0) for s, lag in zip(stale, lags, strict=True))
+
+
+def kill_when(steps: int, run_dir: Path, name: str, signum: int = signal.SIGKILL) -> Callable[[], None]:
+    """Waits until so many steps are logged, then signals this process's child of that name, or itself ("main")."""
+
+    def act() -> None:
+        metrics = run_dir / "metrics.jsonl"
+        while not metrics.exists() or metrics.read_text().count("\n") < steps:
+            time.sleep(0.05)
+        if name == "main":
+            os.kill(os.getpid(), signum)
+            return
+        (child,) = [c for c in multiprocessing.active_children() if c.name == f"tracefp4-{name}"]
+        assert child.pid is not None
+        os.kill(child.pid, signum)
+
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    return thread.join
+
+
+@pytest.mark.parametrize("name", ["rollout", "trainer"])
+def test_a_killed_process_is_replaced_and_the_run_ends_whole(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    joined = kill_when(3, tmp_path, name)
+    run_asynchronous(config(run={"steps": 7}), tmp_path)
+    joined()
+    assert [line["step"] for line in metrics_of(tmp_path)] == list(range(7))
+    assert f"the {name} process was killed by signal 9" in capsys.readouterr().err
+    assert all(line["policy/lag_max"] <= 3 for line in metrics_of(tmp_path))
+
+
+def test_ctrl_c_saves_a_state_and_resume_goes_on(tmp_path: Path) -> None:
+    joined = kill_when(2, tmp_path, "main", signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        run_asynchronous(config(run={"steps": 500, "state_every": 400}), tmp_path)
+    joined()
+    done = len(metrics_of(tmp_path))
+    assert done >= 2
+    assert list((tmp_path / "states").glob("step-*"))
+    run_asynchronous(config(run={"steps": done + 2, "state_every": 400}), tmp_path, resume=True)
+    assert [line["step"] for line in metrics_of(tmp_path)] == list(range(done + 2))
+
+
+def test_a_broken_reward_ends_the_run_in_one_sentence(tmp_path: Path) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text("def score(prompt, response):\n    raise ValueError('no such table')\n")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}) + "\n" for i in range(12)))
+    task = {"name": "dataset", "path": str(rows), "check": {"kind": "python", "function": f"{reward}:score"}}
+    (tmp_path / "run").mkdir()
+    with pytest.raises(TracefpError, match="no such table"):
+        run_asynchronous(config(task=task), tmp_path / "run")
