@@ -117,7 +117,7 @@ def rollout(connection: Connection, run: FakeRun, start: RolloutStart) -> None:
             return
 
 
-def trainer(connection: Connection, run: FakeRun) -> None:
+def trainer(connection: Connection, run: FakeRun, lost: int) -> None:
     channel = Channel(connection)
     folder = Path(run.folder)
     saved = folder / "state.json"

@@ -53,8 +53,9 @@ class RolloutStart:
     incarnation: int
 
 
-TrainerMain = Callable[[Connection, Any], None]
-"""(channel's connection, payload) of the trainer process; a module-level function, since processes are spawned."""
+TrainerMain = Callable[[Connection, Any, int], None]
+"""(channel's connection, payload, how many trainers died before it) of the trainer process; a module-level function,
+since processes are spawned."""
 RolloutMain = Callable[[Connection, Any, RolloutStart], None]
 
 
@@ -114,7 +115,7 @@ class Supervisor:
         self._evaluation: Evaluate | None = None
         self._next_index = 0
         self._incarnation = 0
-        self._restarts = 0
+        self._restarts = self._lost_trainers = 0
         self._furthest = -1
         self._summary: dict[str, Any] | None = None
 
@@ -147,7 +148,7 @@ class Supervisor:
         return _Child(name, process, Channel(here), time.monotonic() + START_SECONDS)
 
     def _start_trainer(self) -> None:
-        self._trainer = self._spawn("trainer", self._trainer_main)
+        self._trainer = self._spawn("trainer", self._trainer_main, self._lost_trainers)
 
     def _start_rollout(self) -> None:
         assert self._weights is not None
@@ -174,6 +175,7 @@ class Supervisor:
             self._start_rollout()
             return
         self._notify(f"the trainer process {why}; it goes on from its last state, with a new rollout process")
+        self._lost_trainers += 1
         self._trainer, self._want, self._evaluation = None, None, None
         if self._rollout is not None:
             self._rollout.process.kill()

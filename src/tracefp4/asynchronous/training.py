@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,8 +26,10 @@ from tracefp4.loop import RunConfig, preflight
 from tracefp4.loop.run import drive
 from tracefp4.loop.training import prompt_metrics, rollout_metrics
 from tracefp4.report import write_json_atomic
-from tracefp4.saves import BEST_FACTS
+from tracefp4.report.logger import EVENTS, METRICS, TIMING
+from tracefp4.saves import BEST_FACTS, STATES
 from tracefp4.signals import Stopped, hold
+from tracefp4.train.checkpoint import latest_facts
 from tracefp4.types import RolloutBatch, Trajectory
 
 WEIGHTS = "weights"
@@ -135,9 +138,14 @@ def _summed(groups: list[Group]) -> dict[str, float]:
     return {name: sum(g.stats.get(name, 0.0) for g in groups) for name in names}
 
 
-def trainer_main(connection: Connection, payload: Payload) -> None:
-    """The trainer process."""
+def trainer_main(connection: Connection, payload: Payload, lost: int) -> None:
+    """The trainer process; lost: how many of its predecessors died, whose work it takes up."""
     with child(connection, payload) as channel:
+        if lost:
+            payload = replace(payload, resume=True)
+            if latest_facts(payload.run_dir / STATES) is None:  # before the first state: from the start
+                for name in (METRICS, TIMING, EVENTS):
+                    (payload.run_dir / name).unlink(missing_ok=True)
         run = AsyncTrainingRun(payload, channel)
         try:
             channel.send(Done(drive(run, payload.run_dir, None, payload.resume)))
