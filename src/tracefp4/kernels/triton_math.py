@@ -21,9 +21,12 @@ def from_bf16(x):
 
 @triton.jit
 def dot(a, b, acc):
-    """acc + a b, BF16 operands and FP32 sums; the interpreter, which multiplies BF16 as integers, gets FP32."""
+    """acc + a b, BF16 or FP16 operands and FP32 sums; the interpreter, which takes BF16 for integers, gets FP32."""
     if INTERPRETED:
-        return tl.dot(from_bf16(a), from_bf16(b), acc)
+        if a.dtype == tl.bfloat16:
+            return tl.dot(from_bf16(a), from_bf16(b), acc)
+        else:
+            return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     else:
         return tl.dot(a, b, acc)
 

@@ -102,9 +102,9 @@ def _cache_halves(codes, BLOCK: tl.constexpr):
     """int32 codes [BLOCK] -> int32 [BLOCK/4]: half words of the cache's bit order."""
     c = tl.reshape(codes, (BLOCK // 4, 4))
     j = tl.arange(0, 4)[None, :]
-    plain = (((c & 8) << 12) | ((c & 7) << 6)) >> (3 * j)
-    last = ((c & 8) << 11) | ((c & 6) << 9) | ((c & 1) << 13)
-    return tl.sum(tl.where(j == 3, last, plain), axis=1)
+    a = ((c & 8) << 4) | ((c & 7) << 1)
+    b = ((c & 7) << 4) | (c >> 3)
+    return tl.sum(tl.where(j < 2, a, b) << tl.where(j % 2 == 0, 8, 0), axis=1)
 
 
 @triton.jit
@@ -133,11 +133,14 @@ def _write_kv(
         h, b = tl.arange(0, BLOCK // 4), tl.arange(0, BLOCK // 16)
         g, at = page * G + h // (D // 4), h % (D // 4)
         gs, block = page * G + b // (D // 16), b % (D // 16)
+        unit, half = at // 2, at % 2
         if is_v:
-            tl.store(v_out + ((g * (D // 8) + at // 2) * PAGE + place) * 2 + at % 2, halves, mask=h < K // 4)
+            at = (g * (D // 8) + unit) * (2 * PAGE) + place // 2 * 4 + half * 2 + place % 2
+            tl.store(v_out + at, halves, mask=h < K // 4)
             tl.store(v_scales + (gs * (D // 16) + block) * PAGE + place, byte.to(tl.uint8), mask=b < K // 16)
         else:
-            tl.store(k_out + (g * PAGE + place) * (D // 4) + at, halves, mask=h < K // 4)
+            at = (g * PAGE + place) * (D // 4) + unit // 2 * 4 + half * 2 + unit % 2
+            tl.store(k_out + at, halves, mask=h < K // 4)
             tl.store(k_scales + (gs * PAGE + place) * (D // 16) + block, byte.to(tl.uint8), mask=b < K // 16)
     if RECORD:
         target = tl.load((v_slots if is_v else k_slots) + row)
