@@ -120,7 +120,7 @@ def _blocks(codes: torch.Tensor) -> Any:
     return QuantizedBlocks(codes, scales, torch.tensor(1.0), "nvfp4", (codes.shape[0], codes.shape[1] * 2))
 
 
-@pytest.mark.parametrize("pack, codes_of", [(k_words, codes_from_k_words), (v_words, codes_from_v_words)])
+@pytest.mark.parametrize(("pack", "codes_of"), [(k_words, codes_from_k_words), (v_words, codes_from_v_words)])
 def test_words_hold_codes_losslessly(pack: Any, codes_of: Any) -> None:
     codes = torch.randint(0, 256, (512, 32), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     words = pack(codes)

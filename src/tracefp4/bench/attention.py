@@ -139,13 +139,20 @@ def cases(small: bool, sweep: bool) -> list[Case]:
         "64 x 8K, 32/4 heads of 128": ([8192] * 64, 32, 4, 128, 64),
         "1 x 128K, 32/4 heads of 128": ([131072], 32, 4, 128, 64),
         "64 of 1K to 64K, 32/4 heads of 128": ([1024 * (i + 1) - 3 for i in range(64)], 32, 4, 128, 64),
-        "16 x 64K, 16/2 heads of 256": ([65536] * 16, 16, 2, 256, 64),
+        "8 x 128K, 16/2 heads of 256": ([131072] * 8, 16, 2, 256, 64),
+        "48 x 128K, 32/4 heads of 128": ([131072] * 48, 32, 4, 128, 64),
+        "48 x 128K, 16/2 heads of 256": ([131072] * 48, 16, 2, 256, 64),
         "16 x 64K, 32/8 heads of 64": ([65536] * 16, 32, 8, 64, 64),
         "8 x 128K, 32/4 heads of 128, pages of 16": ([131072] * 8, 32, 4, 128, 16),
     }
     if sweep:
-        main, wide = "8 x 128K, 32/4 heads of 128", "16 x 64K, 16/2 heads of 256"
-        return _sweep(main, shapes[main]) + _sweep_wide(wide, shapes[wide])
+        main, wide = "8 x 128K, 32/4 heads of 128", "8 x 128K, 16/2 heads of 256"
+        full, ragged = "48 x 128K, 32/4 heads of 128", "64 of 1K to 64K, 32/4 heads of 128"
+        found = _sweep(main, shapes[main]) + _sweep_wide(wide, shapes[wide])
+        found += [_configured(full, shapes[full], "fp4", *c) for c in FULL_FP4]
+        found += [_configured(ragged, shapes[ragged], "fp4", 64, 1, 2, n) for n in (24, 48, 96)]
+        found += [_configured(ragged, shapes[ragged], "bf16", 64, 4, 2, n) for n in (8, 16)]
+        return found
     found = [_unpacking(([1] * 4096, 4, 4, D, 16)) for D in (64, 128, 256)]
     for label, shape in shapes.items():
         found += [_case(label, shape, "bf16"), _case(label, shape, "fp4")]
@@ -166,24 +173,39 @@ def _unpacking(shape: Shape) -> Case:
     )
 
 
-def _configured(label: str, shape: Shape, kind: str, tile: int, warps: int, stages: int, per_sm: int) -> Case:
+def _configured(
+    label: str, shape: Shape, kind: str, tile: int, warps: int, stages: int, per_sm: int, registers: int | None = None
+) -> Case:
     from tracefp4.kernels.paged_attention.triton import AttentionConfig
 
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    config = AttentionConfig(tile, warps, stages, per_sm * sms)
-    return _case(label, shape, kind, config, f", tile {tile}, {warps} warps, {stages} stages, {per_sm} per SM")
+    config = AttentionConfig(tile, warps, stages, per_sm * sms, registers)
+    name = f", tile {tile}, {warps} warps, {stages} stages, {per_sm} per SM"
+    return _case(label, shape, kind, config, name + ("" if registers is None else f", {registers} registers"))
+
+
+Setting = tuple[int, ...]
+"""Tile, warps, stages, programs per multiprocessor, and perhaps registers of a thread."""
+
+FULL_FP4: list[Setting] = [(64, 1, 2, 12), (64, 1, 2, 24), (32, 1, 3, 16, 128)]
 
 
 def _sweep(label: str, shape: Shape) -> list[Case]:
-    fp4 = [
-        (32, 1, 2, 12), (32, 1, 2, 14), (32, 1, 2, 28), (32, 1, 3, 12), (32, 1, 4, 12),
-        (64, 1, 2, 8), (64, 1, 2, 24), (64, 1, 3, 10), (64, 2, 2, 8), (64, 4, 2, 4), (64, 4, 3, 4),
+    fp4: list[Setting] = [
+        (64, 1, 2, 12), (64, 1, 2, 10), (64, 1, 2, 24), (64, 1, 3, 10), (64, 1, 3, 11), (64, 1, 2, 16, 128),
+        (32, 1, 2, 14), (32, 1, 2, 16, 128), (32, 1, 3, 16, 128), (32, 1, 4, 12, 128), (32, 1, 3, 32, 128),
+        (32, 1, 2, 18, 112), (16, 1, 3, 16), (16, 1, 4, 20, 96),
     ]  # fmt: skip
-    bf16 = [(64, 4, 3, 2), (64, 4, 2, 4), (64, 4, 4, 4), (32, 4, 4, 6), (64, 8, 3, 2), (64, 4, 3, 8), (32, 2, 3, 8)]
+    bf16: list[Setting] = [
+        (64, 4, 2, 4), (64, 4, 2, 5), (64, 4, 3, 3), (64, 4, 4, 2), (32, 2, 3, 8), (32, 2, 4, 6), (64, 8, 2, 3),
+    ]  # fmt: skip
     return [_configured(label, shape, "fp4", *c) for c in fp4] + [_configured(label, shape, "bf16", *c) for c in bf16]
 
 
 def _sweep_wide(label: str, shape: Shape) -> list[Case]:
-    fp4 = [(64, 2, 2, 6), (32, 2, 3, 7), (16, 1, 2, 8), (32, 4, 2, 4)]
-    bf16 = [(32, 4, 3, 3), (32, 4, 3, 6), (64, 8, 3, 2)]
+    fp4: list[Setting] = [
+        (64, 2, 2, 6), (64, 2, 2, 5), (64, 2, 3, 4), (64, 2, 2, 8, 128), (32, 2, 2, 8), (32, 2, 3, 8), (32, 1, 2, 12),
+        (32, 1, 3, 8), (16, 1, 3, 12), (64, 2, 2, 12), (32, 2, 3, 16),
+    ]  # fmt: skip
+    bf16: list[Setting] = [(32, 4, 3, 3), (64, 8, 3, 1), (32, 4, 4, 2), (32, 4, 2, 4), (64, 8, 2, 2)]
     return [_configured(label, shape, "fp4", *c) for c in fp4] + [_configured(label, shape, "bf16", *c) for c in bf16]

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tracefp4.kernels.paged_attention.cache import PagedCache
-from tracefp4.kernels.paged_attention.unpack import VALUE_EXPONENT, scales, spread, spread_columns, unpack
+from tracefp4.kernels.paged_attention.triton_unpack import VALUE_EXPONENT, scales, spread, spread_columns, unpack
 from tracefp4.kernels.triton_math import dot, from_bf16, to_bf16
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -129,8 +129,9 @@ def _attend_fp4(
             k_at, v_at = row * (PAGE * W) + place * W, row * (PAGE * W) + place
             k_u = tl.load(k + k_at + (nk[:, None] * W + i[None, :]))
             v_u = tl.load(v + v_at + (n[None, :] + i[:, None] * PAGE))
-            ks_at, vs_at = row * (PAGE * D // 32) + place * (D // 32), row * (PAGE * D // 32) + (
-                (first // TILE) % (PAGE // TILE) * (TILE // 2)
+            ks_at, vs_at = (
+                row * (PAGE * D // 32) + place * (D // 32),
+                row * (PAGE * D // 32) + ((first // TILE) % (PAGE // TILE) * (TILE // 2)),
             )
             k_s = tl.load(k_scales + ks_at + (nk[:, None] * (D // 32) + pair[None, :]))
             v_s = tl.load(v_scales + vs_at + (n2[None, :] + block[:, None] * (PAGE // 2)))
@@ -230,15 +231,23 @@ def _attend_dense(
     m = tl.full([RP], float("-inf"), tl.float32)
     l = tl.zeros([RP], tl.float32)
     tables += b.to(tl.int64) * table_stride
+    page = _pages(tables, start + n, stop, PAGE, TILE, start, WIDE)
     for first in tl.range(start, stop, TILE):
-        tokens = first + n
         # Past the end the last token again: a stale slot may hold a NaN, which p = 0 would not hide.
-        row = _pages(tables, tokens, stop, PAGE, TILE, first, WIDE) * G + g
-        at_N = row * (PAGE * D) + tl.minimum(tokens, stop - 1) % PAGE * D
-        k_DN = tl.load(k + at_N[None, :] + d[:, None])
-        v_ND = tl.load(v + at_N[:, None] + d[None, :])
+        tokens = tl.minimum(first + n, stop - 1)
+        if PAGE % TILE == 0:
+            tile = (page * G + g) * (PAGE * D) + (first // TILE) % (PAGE // TILE) * (TILE * D)
+            at_N = (tokens - first) * D
+            k_DN = tl.load(k + tile + (at_N[None, :] + d[:, None]))
+            v_ND = tl.load(v + tile + (at_N[:, None] + d[None, :]))
+        else:
+            at_N = (page * G + g) * (PAGE * D) + tokens % PAGE * D
+            k_DN = tl.load(k + at_N[None, :] + d[:, None])
+            v_ND = tl.load(v + at_N[:, None] + d[None, :])
+        # Wanted by the next tile's loads: known an iteration before.
+        page = _pages(tables, first + TILE + n, stop, PAGE, TILE, first + TILE, WIDE)
         s = dot(q_RD, k_DN, tl.zeros([RP, TILE], tl.float32))
-        s = tl.where((tokens < stop)[None, :], s * scale_log2, float("-inf"))
+        s = tl.where((first + n < stop)[None, :], s * scale_log2, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, axis=1))
         p = tl.exp2(s - m_new[:, None])
         factor = tl.exp2(m - m_new)
@@ -285,12 +294,16 @@ def _combine(
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """How the work is cut: tokens of a tile, warps and pipeline stages of a program, programs wanted on the device."""
+    """How the work is cut: tokens of a tile, warps and pipeline stages of a program, programs wanted on the device.
+
+    max_registers: of a thread, None for as many as the compiler likes; asm: unpack with PTX.
+    """
 
     tile: int
     num_warps: int
     num_stages: int
     programs: int
+    max_registers: int | None = None
     asm: bool = True
 
 
@@ -302,8 +315,10 @@ def default_config(fp4: bool, head_dim: int, device: torch.device) -> AttentionC
     if fp4 and head_dim <= 128:
         return AttentionConfig(tile=64, num_warps=1, num_stages=2, programs=12 * sms)
     if fp4:
-        return AttentionConfig(tile=32, num_warps=2, num_stages=2, programs=7 * sms)
-    return AttentionConfig(tile=64, num_warps=4, num_stages=3, programs=4 * sms)
+        return AttentionConfig(tile=64, num_warps=2, num_stages=2, programs=6 * sms)
+    if head_dim <= 128:
+        return AttentionConfig(tile=64, num_warps=4, num_stages=2, programs=4 * sms)
+    return AttentionConfig(tile=64, num_warps=8, num_stages=3, programs=2 * sms)
 
 
 def paged_decode(
@@ -330,6 +345,8 @@ def paged_decode(
     common = {"G": G, "R": R, "RP": rp, "D": D, "PAGE": cache.page_size, "TILE": config.tile}
     common["WIDE"] = 2 * cache.k.numel() >= 2**31
     launch = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    if config.max_registers is not None:
+        launch["maxnreg"] = config.max_registers
     grid = (splits, G, B)
     if fp4:
         assert cache.k_scales is not None
