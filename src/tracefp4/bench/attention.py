@@ -174,38 +174,48 @@ def _unpacking(shape: Shape) -> Case:
 
 
 def _configured(
-    label: str, shape: Shape, kind: str, tile: int, warps: int, stages: int, per_sm: int, registers: int | None = None
+    label: str,
+    shape: Shape,
+    kind: str,
+    tile: int,
+    warps: int,
+    stages: int,
+    per_sm: int,
+    registers: int | None = None,
+    move: bool = True,
 ) -> Case:
     from tracefp4.kernels.paged_attention.triton import AttentionConfig
 
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    config = AttentionConfig(tile, warps, stages, per_sm * sms, registers)
+    config = AttentionConfig(tile, warps, stages, per_sm * sms, registers, move=move)
     name = f", tile {tile}, {warps} warps, {stages} stages, {per_sm} per SM"
-    return _case(label, shape, kind, config, name + ("" if registers is None else f", {registers} registers"))
+    name += "" if registers is None else f", {registers} registers"
+    return _case(label, shape, kind, config, name if move else name + ", shuffles")
 
 
 Setting = tuple[int, ...]
 """Tile, warps, stages, programs per multiprocessor, and perhaps registers of a thread."""
 
-FULL_FP4: list[Setting] = [(64, 1, 2, 12), (64, 1, 2, 24), (32, 1, 3, 16, 128)]
+FULL_FP4: list[Setting] = [(64, 1, 2, 12), (64, 1, 2, 26), (32, 1, 2, 16), (32, 1, 3, 16)]
 
 
 def _sweep(label: str, shape: Shape) -> list[Case]:
     fp4: list[Setting] = [
-        (64, 1, 2, 12), (64, 1, 2, 10), (64, 1, 2, 24), (64, 1, 3, 10), (64, 1, 3, 11), (64, 1, 2, 16, 128),
-        (32, 1, 2, 14), (32, 1, 2, 16, 128), (32, 1, 3, 16, 128), (32, 1, 4, 12, 128), (32, 1, 3, 32, 128),
-        (32, 1, 2, 18, 112), (16, 1, 3, 16), (16, 1, 4, 20, 96),
+        (64, 1, 2, 13), (64, 1, 2, 12), (64, 1, 2, 10), (64, 1, 2, 26), (64, 1, 3, 11), (64, 1, 2, 14, 144),
+        (64, 1, 2, 16, 128), (32, 1, 2, 17), (32, 1, 2, 16), (32, 1, 3, 16), (32, 1, 4, 16), (32, 1, 3, 34),
+        (32, 1, 2, 20, 96), (16, 1, 3, 18), (16, 1, 4, 20, 96),
     ]  # fmt: skip
     bf16: list[Setting] = [
         (64, 4, 2, 4), (64, 4, 2, 5), (64, 4, 3, 3), (64, 4, 4, 2), (32, 2, 3, 8), (32, 2, 4, 6), (64, 8, 2, 3),
     ]  # fmt: skip
-    return [_configured(label, shape, "fp4", *c) for c in fp4] + [_configured(label, shape, "bf16", *c) for c in bf16]
+    found = [_configured(label, shape, "fp4", *c) for c in fp4] + [_configured(label, shape, "bf16", *c) for c in bf16]
+    return [*found, _configured(label, shape, "fp4", 64, 1, 2, 12, move=False)]
 
 
 def _sweep_wide(label: str, shape: Shape) -> list[Case]:
     fp4: list[Setting] = [
-        (64, 2, 2, 6), (64, 2, 2, 5), (64, 2, 3, 4), (64, 2, 2, 8, 128), (32, 2, 2, 8), (32, 2, 3, 8), (32, 1, 2, 12),
-        (32, 1, 3, 8), (16, 1, 3, 12), (64, 2, 2, 12), (32, 2, 3, 16),
+        (64, 2, 2, 6), (64, 2, 2, 5), (64, 2, 3, 4), (64, 2, 2, 8, 128), (32, 2, 2, 8), (32, 2, 3, 8), (32, 1, 2, 10), (32, 1, 3, 9),
+        (16, 1, 3, 11), (64, 2, 2, 12), (32, 2, 3, 16),
     ]  # fmt: skip
     bf16: list[Setting] = [(32, 4, 3, 3), (64, 8, 3, 1), (32, 4, 4, 2), (32, 4, 2, 4), (64, 8, 2, 2)]
     return [_configured(label, shape, "fp4", *c) for c in fp4] + [_configured(label, shape, "bf16", *c) for c in bf16]

@@ -50,9 +50,26 @@ def _share(length, split, SPLITS, TILE: tl.constexpr):
 
 
 @triton.jit
-def _query_part(pointers, real, up):
+def _second_operand(x, ROWS: tl.constexpr):
+    """FP16 [ROWS, 8], which lies in registers as a dot left it -> the same as the next dot's second operand wants it.
+
+    Triton would do with shuffles what one instruction does for 8 x 8 values: it transposes them in place, whereupon
+    the transposition is undone in name only. This holds for one warp, whose dot results all lie in one known layout.
+    """
+    y = tl.inline_asm_elementwise(
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], dtype=tl.float16, is_pure=False, pack=2
+    )
+    return tl.reshape(tl.permute(tl.reshape(y, (ROWS // 8, 8, 8)), (0, 2, 1)), (ROWS, 8))
+
+
+@triton.jit
+def _query_part(pointers, real, up, X: tl.constexpr, MOVE: tl.constexpr):
     """BF16 queries -> FP16 of the same value times `up`."""
-    return (from_bf16(tl.load(pointers, mask=real, other=0.0)) * up[None, :]).to(tl.float16)
+    q = (from_bf16(tl.load(pointers, mask=real, other=0.0)) * up[None, :]).to(tl.float16)
+    if MOVE:  # once, and not in every turn of the loop
+        unit = (tl.arange(0, X)[:, None] == tl.arange(0, X)[None, :]).to(tl.float16)
+        q = _second_operand(tl.dot(unit, q).to(tl.float16), X)
+    return q
 
 
 @triton.jit
@@ -69,7 +86,7 @@ def _two_halves(a, b, ROWS: tl.constexpr, N: tl.constexpr):
 def _attend_fp4(
     q, k, v, k_scales, v_scales, tables, lengths, partial, lse, scale_log2, table_stride, SPLITS,
     G: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    WIDE: tl.constexpr, ASM: tl.constexpr,
+    WIDE: tl.constexpr, ASM: tl.constexpr, MOVE: tl.constexpr,
 ):  # fmt: skip
     """k int32 [P, G, PAGE, W], v int32 [P, G, W, PAGE]; k_scales and v_scales seen as int16, two bytes in one.
 
@@ -100,17 +117,17 @@ def _attend_fp4(
     up = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     scale = (exponent << 23).to(tl.float32, bitcast=True) * scale_log2
     q_XR = q_row + r[None, :] * D + q_d[:, None]
-    q0 = _query_part(q_XR, real, up)
-    q1 = _query_part(q_XR + 1, real, up)
-    q2 = _query_part(q_XR + 2, real, up)
-    q3 = _query_part(q_XR + 3, real, up)
+    q0 = _query_part(q_XR, real, up, X, MOVE)
+    q1 = _query_part(q_XR + 1, real, up, X, MOVE)
+    q2 = _query_part(q_XR + 2, real, up, X, MOVE)
+    q3 = _query_part(q_XR + 3, real, up, X, MOVE)
     o0 = tl.zeros([X, RP], tl.float32)
     o1, o2, o3 = o0, o0, o0
     if SPREAD:
-        q4 = _query_part(q_XR + 4, real, up)
-        q5 = _query_part(q_XR + 5, real, up)
-        q6 = _query_part(q_XR + 6, real, up)
-        q7 = _query_part(q_XR + 7, real, up)
+        q4 = _query_part(q_XR + 4, real, up, X, MOVE)
+        q5 = _query_part(q_XR + 5, real, up, X, MOVE)
+        q6 = _query_part(q_XR + 6, real, up, X, MOVE)
+        q7 = _query_part(q_XR + 7, real, up, X, MOVE)
         o4, o5, o6, o7 = o0, o0, o0, o0
     m = tl.full([RP], float("-inf"), tl.float32)
     ones = tl.full([16, TILE], 1.0, tl.float16)
@@ -172,6 +189,8 @@ def _attend_fp4(
         # p = 2^(s - m) lies below 2^P_EXPONENT, so that FP16 keeps all bits of small ones.
         m_new = tl.maximum(m, tl.max(s, axis=0) * scale - P_EXPONENT)
         p = tl.exp2(s * scale[None, :] - m_new[None, :]).to(tl.float16)
+        if MOVE:
+            p = _second_operand(p, TILE)
         factor = tl.exp2(m - m_new)
         m = m_new
         f = factor[None, :]
@@ -296,7 +315,8 @@ def _combine(
 class AttentionConfig:
     """How the work is cut: tokens of a tile, warps and pipeline stages of a program, programs wanted on the device.
 
-    max_registers: of a thread, None for as many as the compiler likes; asm: unpack with PTX.
+    max_registers: of a thread, None for as many as the compiler likes; asm: unpack with PTX; move: FP4 with one warp and
+    at most 8 query heads per KV head turns operands with `movmatrix`.
     """
 
     tile: int
@@ -305,6 +325,7 @@ class AttentionConfig:
     programs: int
     max_registers: int | None = None
     asm: bool = True
+    move: bool = True
 
 
 def default_config(fp4: bool, head_dim: int, device: torch.device) -> AttentionConfig:
@@ -354,7 +375,8 @@ def paged_decode(
         scale = scaling * cache.k_epilogue * log2e * 2.0**VALUE_EXPONENT
         _attend_fp4[grid](
             q_BHD, cache.k, cache.v, cache.k_scales.view(torch.int16), cache.v_scales.view(torch.int16), tables_BP,
-            lengths_B, partial, lse, scale, tables_BP.stride(0), splits, ASM=config.asm, **common, **launch,
+            lengths_B, partial, lse, scale, tables_BP.stride(0), splits, ASM=config.asm,
+            MOVE=config.asm and config.move and config.num_warps == 1 and rp == 8, **common, **launch,
         )  # fmt: skip
     else:
         scale = scaling * cache.k_epilogue * log2e
