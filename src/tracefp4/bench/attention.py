@@ -214,8 +214,8 @@ def _sweep(label: str, shape: Shape) -> list[Case]:
 
 def _sweep_wide(label: str, shape: Shape) -> list[Case]:
     fp4: list[Setting] = [
-        (64, 2, 2, 6), (64, 2, 2, 5), (64, 2, 3, 4), (64, 2, 2, 8, 128), (32, 2, 2, 8), (32, 2, 3, 8), (32, 1, 2, 10), (32, 1, 3, 9),
-        (16, 1, 3, 11), (64, 2, 2, 12), (32, 2, 3, 16),
+        (64, 2, 2, 6), (64, 2, 2, 5), (64, 2, 3, 4), (64, 2, 2, 8, 128), (32, 2, 2, 8), (32, 2, 3, 8), (32, 1, 2, 10),
+        (32, 1, 3, 9), (16, 1, 3, 11), (64, 2, 2, 12), (32, 2, 3, 16),
     ]  # fmt: skip
     bf16: list[Setting] = [(32, 4, 3, 3), (64, 8, 3, 1), (32, 4, 4, 2), (32, 4, 2, 4), (64, 8, 2, 2)]
     return [_configured(label, shape, "fp4", *c) for c in fp4] + [_configured(label, shape, "bf16", *c) for c in bf16]

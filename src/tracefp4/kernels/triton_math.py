@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+IEEE = {"enable_fp_fusion": False}
+"""Launch option: a product that flows into a sum is rounded on its own, as the reference rounds it."""
 FLT_MAX = tl.constexpr(3.4028234663852886e38)
 RECIPROCAL_6 = tl.constexpr(0.1666666716337204)  # 1/6 rounded to FP32
 
@@ -17,6 +19,16 @@ RECIPROCAL_6 = tl.constexpr(0.1666666716337204)  # 1/6 rounded to FP32
 def from_bf16(x):
     """BF16 -> f32 of the same value, subnormals and NaN included."""
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_f32(pointers, mask):
+    """BF16, FP16 or FP32 -> f32 of the same value; 0 where masked."""
+    x = tl.load(pointers, mask=mask, other=0.0)
+    if x.dtype == tl.bfloat16:
+        return from_bf16(x)
+    else:
+        return x.to(tl.float32)
 
 
 @triton.jit

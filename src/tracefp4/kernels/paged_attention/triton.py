@@ -315,8 +315,8 @@ def _combine(
 class AttentionConfig:
     """How the work is cut: tokens of a tile, warps and pipeline stages of a program, programs wanted on the device.
 
-    max_registers: of a thread, None for as many as the compiler likes; asm: unpack with PTX; move: FP4 with one warp and
-    at most 8 query heads per KV head turns operands with `movmatrix`.
+    max_registers: of a thread, None for as many as the compiler likes; asm: unpack with PTX; move: FP4 with one warp
+    and at most 8 query heads per KV head turns operands with `movmatrix`.
     """
 
     tile: int

@@ -16,26 +16,15 @@ from tracefp4.formats import QuantizedBlocks, get_format
 from tracefp4.kernels.paged_attention.cache import PagedCache
 from tracefp4.kernels.quantize_record.ref import RecordTarget, planes
 from tracefp4.kernels.triton_math import (
+    IEEE,
     block_amax,
     encode_e2m1,
     encode_e4m3,
     encode_scale_of,
-    from_bf16,
+    load_f32,
     multiplier,
     unrounded_scale,
 )
-
-# A product that flows into a sum must be rounded on its own, as the reference rounds it.
-IEEE = {"enable_fp_fusion": False}
-
-
-@triton.jit
-def _load_f32(pointers, mask):
-    x = tl.load(pointers, mask=mask, other=0.0)
-    if x.dtype == tl.bfloat16:
-        return from_bf16(x)
-    else:
-        return x.to(tl.float32)
 
 
 @triton.jit
@@ -79,7 +68,7 @@ def _quantize_rows(
     row = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, NB)
     i = b[:, None] * 16 + tl.arange(0, 16)[None, :]
-    values = _load_f32(x + row * x_stride + i, i < K)
+    values = load_f32(x + row * x_stride + i, i < K)
     amax = block_amax(values)
     if STATIC:
         s = tl.load(static_scale + tl.arange(0, 1))
@@ -123,7 +112,7 @@ def _write_kv(
     i = b[:, None] * 16 + tl.arange(0, 16)[None, :]
     start = tl.where(is_v, row * v_stride, row * k_stride)
     source = v if is_v else k
-    values = _load_f32(source + start + i, i < K)
+    values = load_f32(source + start + i, i < K)
     static = tl.where(is_v, v_static, k_static)
     s = tl.full([1], 0.0, tl.float32) + static
     codes, byte = _round_row(values, s, block_amax(values), EXACT)
