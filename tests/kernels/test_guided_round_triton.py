@@ -116,7 +116,7 @@ def test_bad_operands_are_refused_by_name() -> None:
         fake_quantize_rows(x, "mxfp4-floor")
     with pytest.raises(KernelError, match="24 values"):
         fake_quantize_rows(x[:, :24], "nvfp4")
-    with pytest.raises(KernelError, match='"tensor"|tensor'):
+    with pytest.raises(KernelError, match="static scale"):
         fake_quantize_rows(x, "nvfp4", "tensor")
     record = encode(get_format("nvfp4").quantize(x.cpu()), 1.125)
     assert record.encode_scale is not None

@@ -21,8 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tracefp4.kernels.paged_attention.cache import PagedCache
-from tracefp4.kernels.paged_attention.triton_unpack import VALUE_EXPONENT, scales, spread, spread_columns, unpack
 from tracefp4.kernels.triton_math import dot, from_bf16, to_bf16
+from tracefp4.kernels.triton_unpack import VALUE_EXPONENT, scales, spread, spread_columns, unpack
 
 INTERPRETED = triton.knobs.runtime.interpret
 P_EXPONENT = tl.constexpr(8)
