@@ -10,7 +10,8 @@ import torch
 
 from tracefp4.formats import get_format
 from tracefp4.kernels.errors import KernelError
-from tracefp4.kernels.paged_attention import PagedCache, codes_from_words, paged_decode, words_from_codes
+from tracefp4.kernels.paged_attention import PagedCache, paged_decode
+from tracefp4.kernels.paged_attention.cache import codes_from_k_words, codes_from_v_words, k_words, v_words
 
 pytest.importorskip("triton", reason="triton is not installed: its kernels are not tested")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -119,10 +120,13 @@ def _blocks(codes: torch.Tensor) -> Any:
     return QuantizedBlocks(codes, scales, torch.tensor(1.0), "nvfp4", (codes.shape[0], codes.shape[1] * 2))
 
 
-def test_words_hold_codes_losslessly() -> None:
-    codes = torch.arange(65536).view(-1, 1).expand(-1, 4).contiguous()
-    codes = torch.stack([codes[:, 0] & 255, codes[:, 0] >> 8, codes[:, 0] & 255, codes[:, 0] >> 8], 1).to(torch.uint8)
-    assert torch.equal(codes_from_words(words_from_codes(codes)), codes)
+@pytest.mark.parametrize(("pack", "codes_of"), [(k_words, codes_from_k_words), (v_words, codes_from_v_words)])
+def test_words_hold_codes_losslessly(pack: Any, codes_of: Any) -> None:
+    codes = torch.randint(0, 256, (512, 32), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    words = pack(codes)
+    assert words.dtype == torch.int32
+    assert words.shape == (512, 8)
+    assert torch.equal(codes_of(words), codes)
 
 
 @pytest.mark.parametrize("fp4", [True, False])

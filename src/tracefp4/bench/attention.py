@@ -139,13 +139,15 @@ def cases(small: bool, sweep: bool) -> list[Case]:
         "64 x 8K, 32/4 heads of 128": ([8192] * 64, 32, 4, 128, 64),
         "1 x 128K, 32/4 heads of 128": ([131072], 32, 4, 128, 64),
         "64 of 1K to 64K, 32/4 heads of 128": ([1024 * (i + 1) - 3 for i in range(64)], 32, 4, 128, 64),
-        "16 x 64K, 16/2 heads of 256": ([65536] * 16, 16, 2, 256, 64),
+        "8 x 128K, 16/2 heads of 256": ([131072] * 8, 16, 2, 256, 64),
+        "48 x 128K, 32/4 heads of 128": ([131072] * 48, 32, 4, 128, 64),
+        "48 x 128K, 16/2 heads of 256": ([131072] * 48, 16, 2, 256, 64),
         "16 x 64K, 32/8 heads of 64": ([65536] * 16, 32, 8, 64, 64),
         "8 x 128K, 32/4 heads of 128, pages of 16": ([131072] * 8, 32, 4, 128, 16),
     }
     if sweep:
-        main, wide = "8 x 128K, 32/4 heads of 128", "16 x 64K, 16/2 heads of 256"
-        return _sweep(main, shapes[main]) + _sweep_wide(wide, shapes[wide])
+        found = [_configured(label, shapes[label], kind, c) for label, kind, settings in SWEEP for c in settings]
+        return [*found, _configured(MAIN, shapes[MAIN], "fp4", (64, 1, 2, 12), move=False)]
     found = [_unpacking(([1] * 4096, 4, 4, D, 16)) for D in (64, 128, 256)]
     for label, shape in shapes.items():
         found += [_case(label, shape, "bf16"), _case(label, shape, "fp4")]
@@ -166,24 +168,36 @@ def _unpacking(shape: Shape) -> Case:
     )
 
 
-def _configured(label: str, shape: Shape, kind: str, tile: int, warps: int, stages: int, per_sm: int) -> Case:
+Setting = tuple[int, ...]
+"""Tile, warps, stages, programs per multiprocessor, and perhaps registers of a thread."""
+
+
+def _configured(label: str, shape: Shape, kind: str, setting: Setting, move: bool = True) -> Case:
     from tracefp4.kernels.paged_attention.triton import AttentionConfig
 
+    tile, warps, stages, per_sm = setting[:4]
+    registers = setting[4] if len(setting) > 4 else None
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    config = AttentionConfig(tile, warps, stages, per_sm * sms)
-    return _case(label, shape, kind, config, f", tile {tile}, {warps} warps, {stages} stages, {per_sm} per SM")
+    config = AttentionConfig(tile, warps, stages, per_sm * sms, registers, move=move)
+    name = f", tile {tile}, {warps} warps, {stages} stages, {per_sm} per SM"
+    name += "" if registers is None else f", {registers} registers"
+    return _case(label, shape, kind, config, name if move else name + ", shuffles")
 
 
-def _sweep(label: str, shape: Shape) -> list[Case]:
-    fp4 = [
-        (32, 1, 2, 12), (32, 1, 2, 14), (32, 1, 2, 28), (32, 1, 3, 12), (32, 1, 4, 12),
-        (64, 1, 2, 8), (64, 1, 2, 24), (64, 1, 3, 10), (64, 2, 2, 8), (64, 4, 2, 4), (64, 4, 3, 4),
-    ]  # fmt: skip
-    bf16 = [(64, 4, 3, 2), (64, 4, 2, 4), (64, 4, 4, 4), (32, 4, 4, 6), (64, 8, 3, 2), (64, 4, 3, 8), (32, 2, 3, 8)]
-    return [_configured(label, shape, "fp4", *c) for c in fp4] + [_configured(label, shape, "bf16", *c) for c in bf16]
+MAIN, WIDE = "8 x 128K, 32/4 heads of 128", "8 x 128K, 16/2 heads of 256"
+FULL, RAGGED = "48 x 128K, 32/4 heads of 128", "64 of 1K to 64K, 32/4 heads of 128"
 
-
-def _sweep_wide(label: str, shape: Shape) -> list[Case]:
-    fp4 = [(64, 2, 2, 6), (32, 2, 3, 7), (16, 1, 2, 8), (32, 4, 2, 4)]
-    bf16 = [(32, 4, 3, 3), (32, 4, 3, 6), (64, 8, 3, 2)]
-    return [_configured(label, shape, "fp4", *c) for c in fp4] + [_configured(label, shape, "bf16", *c) for c in bf16]
+SWEEP: list[tuple[str, str, list[Setting]]] = [
+    (MAIN, "fp4", [
+        (64, 1, 2, 13), (64, 1, 2, 12), (64, 1, 2, 26), (64, 1, 3, 11), (64, 1, 2, 16, 128), (32, 1, 2, 17),
+        (32, 1, 3, 16), (32, 1, 4, 16), (32, 1, 3, 34), (16, 1, 3, 18),
+    ]),
+    (WIDE, "fp4", [
+        (64, 2, 2, 5), (64, 2, 3, 4), (64, 2, 2, 8, 128), (32, 2, 2, 8), (32, 2, 3, 8), (32, 1, 2, 10), (16, 1, 3, 11),
+    ]),
+    (FULL, "fp4", [(64, 1, 2, 26), (32, 1, 3, 16)]),
+    (MAIN, "bf16", [(64, 4, 2, 5), (64, 4, 3, 3), (32, 2, 3, 8), (64, 8, 2, 3)]),
+    (WIDE, "bf16", [(32, 4, 3, 3), (32, 4, 2, 4)]),
+    (RAGGED, "fp4", [(64, 1, 2, 26), (64, 1, 2, 52)]),
+    (RAGGED, "bf16", [(64, 4, 2, 8)]),
+]  # fmt: skip

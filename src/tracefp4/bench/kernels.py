@@ -35,16 +35,21 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error("on the CPU the kernels only run under Triton's interpreter: add --check-only")
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
-    from tracefp4.bench import attention, quantize
-    from tracefp4.bench.registry import Result, Timer, ceilings, derive, environment, run_case, table, write
+    from tracefp4.bench import attention, experts, quantize, rounding
+    from tracefp4.bench.registry import Result, Timer, derive, environment, run_case, table, write
 
     small = device.type == "cpu"
     cases = attention.cases(small, sweep=False) + quantize.cases(small)
+    cases += experts.cases(small, sweep=False) + rounding.cases(small)
     if not (args.no_sweep or args.check_only):
-        cases += attention.cases(small, sweep=True)
+        cases += attention.cases(small, sweep=True) + experts.cases(small, sweep=True)
     cases = [c for c in cases if args.only in c.op or args.only in c.name]
     timer = None if args.check_only else Timer(device, args.repeats)
-    limits = ceilings(timer, device) if timer is not None else {}
+    limits = {}
+    if timer is not None:
+        from tracefp4.bench.bandwidth import ceilings
+
+        limits = ceilings(timer, device)
     about = environment(device, args.commit)
     print(about, limits, flush=True)
     results: list[Result] = []

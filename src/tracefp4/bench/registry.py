@@ -67,20 +67,20 @@ class Timer:
         # Several times the L2 of any current GPU; writing it also covers the launch of what is timed.
         self.flush = torch.empty(512 << 20, dtype=torch.uint8, device=device)
 
-    def __call__(self, run: Callable[[], Any]) -> tuple[float, tuple[float, float], bool]:
+    def __call__(self, run: Callable[[], Any], graph: bool = True) -> tuple[float, tuple[float, float], bool]:
         """(median, (first, third quartile)) in microseconds, and whether a graph was captured."""
         for _ in range(3):
             run()
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        captured = True
-        try:
-            with torch.cuda.graph(graph):
-                run()
-            call: Callable[[], Any] = graph.replay
-        except RuntimeError:
-            torch.cuda.synchronize()
-            captured, call = False, run
+        captured, call = False, run
+        if graph:
+            recorded = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(recorded):
+                    run()
+                captured, call = True, recorded.replay
+            except RuntimeError:
+                torch.cuda.synchronize()
         call()
         times = []
         for _ in range(self.repeats):
@@ -94,17 +94,6 @@ class Timer:
         us = sorted(a.elapsed_time(b) * 1e3 for a, b in times)
         quartiles = statistics.quantiles(us, n=4)
         return statistics.median(us), (quartiles[0], quartiles[2]), captured
-
-
-def ceilings(timer: Timer, device: torch.device) -> dict[str, float]:
-    """Copy bandwidth (bytes read and written a second) and BF16 matrix rate (FLOP/s) of this device, measured now."""
-    a = torch.randn(1 << 30, dtype=torch.bfloat16, device=device)
-    b = torch.empty_like(a)
-    copy_us, _, _ = timer(lambda: b.copy_(a))
-    x, y = (a[: 1 << 26].view(8192, 8192) for _ in range(2))
-    out = torch.empty(8192, 8192, dtype=torch.bfloat16, device=device)
-    mm_us, _, _ = timer(lambda: torch.mm(x, y, out=out))
-    return {"copy_bytes_per_s": 2 * a.nbytes / copy_us * 1e6, "bf16_flop_per_s": 2 * 8192**3 / mm_us * 1e6}
 
 
 def run_case(case: Case, device: torch.device, timer: Timer | None) -> Result:

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+IEEE = {"enable_fp_fusion": False}
+"""Launch option: a product that flows into a sum is rounded on its own, as the reference rounds it."""
 FLT_MAX = tl.constexpr(3.4028234663852886e38)
 RECIPROCAL_6 = tl.constexpr(0.1666666716337204)  # 1/6 rounded to FP32
 
@@ -20,10 +22,23 @@ def from_bf16(x):
 
 
 @triton.jit
+def load_f32(pointers, mask):
+    """BF16, FP16 or FP32 -> f32 of the same value; 0 where masked."""
+    x = tl.load(pointers, mask=mask, other=0.0)
+    if x.dtype == tl.bfloat16:
+        return from_bf16(x)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
 def dot(a, b, acc):
-    """acc + a b, BF16 operands and FP32 sums; the interpreter, which multiplies BF16 as integers, gets FP32."""
+    """acc + a b, BF16 or FP16 operands and FP32 sums; the interpreter, which takes BF16 for integers, gets FP32."""
     if INTERPRETED:
-        return tl.dot(from_bf16(a), from_bf16(b), acc)
+        if a.dtype == tl.bfloat16:
+            return tl.dot(from_bf16(a), from_bf16(b), acc)
+        else:
+            return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     else:
         return tl.dot(a, b, acc)
 
@@ -43,16 +58,13 @@ def to_bf16(x):
 def encode_e2m1(z):
     """f32 -> int32 code 0..15: nearest, ties to even, saturating; NaN gives 7, the sign of zero is kept."""
     bits = z.to(tl.int32, bitcast=True)
-    a = bits & 0x7FFFFFFF  # magnitudes as integers: their order is that of the numbers
-    m = (a > 0x3E800000).to(tl.int32)  # .25
-    m += (a >= 0x3F400000).to(tl.int32)  # .75
-    m += (a > 0x3FA00000).to(tl.int32)  # 1.25
-    m += (a >= 0x3FE00000).to(tl.int32)  # 1.75
-    m += (a > 0x40200000).to(tl.int32)  # 2.5
-    m += (a >= 0x40600000).to(tl.int32)  # 3.5
-    m += (a > 0x40A00000).to(tl.int32)  # 5
-    sign = (bits >> 28) & 8
-    return tl.where(a > 0x7F800000, 7, m | sign)
+    a = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), 6.0)  # NaN becomes 6
+    a_bits = a.to(tl.int32, bitcast=True)
+    # Below 1 the step is 0.5, the last significand bit of this sum; from 1 on, bit 22 of the number itself.
+    low = (a + 6291456.0).to(tl.int32, bitcast=True) & 3
+    high = ((a_bits + 0x1FFFFF + ((a_bits >> 22) & 1)) >> 22) - 252
+    m = tl.where(a_bits < 0x3F800000, low, high)
+    return tl.where(z == z, m | ((bits >> 28) & 8), 7)
 
 
 @triton.jit
@@ -116,5 +128,5 @@ def multiplier(byte, s, EXACT: tl.constexpr):
 @triton.jit
 def block_amax(blocks):
     """f32 [..., B] -> f32 [...]: largest magnitude, NaN counting as 0."""
-    a = tl.abs(blocks)
-    return tl.max(tl.where(a == a, a, 0.0), axis=-1)
+    m = tl.max(tl.abs(blocks), axis=-1)  # ignores NaN unless there is nothing else
+    return tl.where(m == m, m, 0.0)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from tracefp4.formats import QuantizedBlocks, get_format
+from tracefp4.formats.spec import EncodeScale
+from tracefp4.kernels.grouped_experts.packed import PackedExperts
 
 
 @dataclass(frozen=True)
@@ -76,3 +78,49 @@ def grouped_linear(
         out[start : start + n] = y
         start += n
     return out if x_epilogue_M1 is None else out.mul_(x_epilogue_M1)
+
+
+def _matrices(weights: PackedExperts | Tensor) -> ExpertMatrices:
+    if isinstance(weights, Tensor):
+        return ExpertMatrices(weights)
+    return ExpertMatrices(weights.operands(), weights.epilogue)
+
+
+def _rows(
+    x: Tensor | QuantizedBlocks, activations: str | None, encode_scale: EncodeScale, packed: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Operand and epilogue of activations, as `grouped_linear` takes them."""
+    if activations is None:
+        assert isinstance(x, Tensor)
+        return (x.float() if packed else x), None
+    fmt = get_format(activations)
+    blocks = fmt.quantize(x, encode_scale=encode_scale) if isinstance(x, Tensor) else x
+    operand, epilogue = fmt.operands(blocks, dtype=torch.float32)
+    return operand, None if epilogue is None else epilogue.expand(operand.shape[0], 1)
+
+
+def routed_experts(
+    x: Tensor | QuantizedBlocks,
+    experts_NK: Tensor,
+    gates_NK: Tensor,
+    gate_up: PackedExperts | Tensor,
+    down: PackedExperts | Tensor,
+    activations: str | None,
+    encode_scale: EncodeScale,
+) -> Tensor:
+    """See `tracefp4.kernels.grouped_experts.routed_experts`; asks the host for the rows of each expert."""
+    N, K = experts_NK.shape
+    first, second = _matrices(gate_up), _matrices(down)
+    routing = Routing.of(experts_NK, first.operand_EOI.shape[0])
+    packed = first.epilogue_E is not None
+    rows, factor = _rows(x, activations, encode_scale, packed)
+    both = grouped_linear(
+        rows[routing.token], None if factor is None else factor[routing.token], first, routing.counts
+    ).bfloat16()
+    gate, up = both.float().chunk(2, dim=-1)
+    hidden = (torch.nn.functional.silu(gate) * up).bfloat16()
+    rows, factor = _rows(hidden, activations, encode_scale, packed)
+    out = grouped_linear(rows, factor, second, routing.counts).bfloat16()
+    y = torch.empty_like(out)
+    y[routing.order] = out
+    return (y.view(N, K, -1).float() * gates_NK[..., None]).sum(1).bfloat16()

@@ -9,10 +9,10 @@ from tracefp4.formats import get_format
 from tracefp4.formats.e2m1 import decode_packed
 from tracefp4.kernels.backend import kernel_module
 from tracefp4.kernels.errors import KernelError
-from tracefp4.kernels.paged_attention.cache import PagedCache, codes_from_words, words_from_codes
+from tracefp4.kernels.paged_attention.cache import PagedCache, codes_from_k_words, codes_from_v_words
 from tracefp4.kernels.paged_attention.ref import paged_attention
 
-__all__ = ["PagedCache", "codes_from_words", "paged_attention", "paged_decode", "words_from_codes"]
+__all__ = ["PagedCache", "paged_attention", "paged_decode"]
 
 
 def paged_decode(
@@ -68,10 +68,12 @@ def _check(q: Tensor, cache: PagedCache, tables: Tensor, lengths: Tensor) -> Non
 def _reference(q: Tensor, cache: PagedCache, tables: Tensor, lengths: Tensor, scaling: float) -> Tensor:
     """Gathers every sequence's pages and attends with `ref.paged_attention`."""
     pages = tables.long().clamp(0, cache.k.shape[0] - 1)  # B P
-    k, v = cache.k[pages], cache.v[pages]  # B P G S C
     if cache.k_scales is not None and cache.v_scales is not None:
-        k = _values(k, cache.k_scales[pages])
-        v = _values(v.transpose(-1, -2), cache.v_scales[pages].transpose(-1, -2))
+        k = _values(codes_from_k_words(cache.k[pages]), cache.k_scales[pages])
+        v_codes = codes_from_v_words(cache.v[pages].transpose(-1, -2))
+        v = _values(v_codes, cache.v_scales[pages].transpose(-1, -2))
+    else:
+        k, v = cache.k[pages], cache.v[pages]  # B P G S C
     k, v = (x.transpose(2, 3).flatten(1, 2) for x in (k, v))  # B T G D
     positions = (lengths - 1).long()[:, None]
     out = paged_attention(
@@ -80,7 +82,7 @@ def _reference(q: Tensor, cache: PagedCache, tables: Tensor, lengths: Tensor, sc
     return out[:, 0]
 
 
-def _values(words: Tensor, scales: Tensor) -> Tensor:
+def _values(codes: Tensor, scales: Tensor) -> Tensor:
     """Operands E2M1 * SF in FP32, [..., D]."""
     sf = get_format("nvfp4").effective_scale(scales.contiguous(), None)
-    return (decode_packed(codes_from_words(words)).unflatten(-1, (-1, 16)) * sf.unsqueeze(-1)).flatten(-2)
+    return (decode_packed(codes).unflatten(-1, (-1, 16)) * sf.unsqueeze(-1)).flatten(-2)

@@ -11,11 +11,15 @@ Of one layer, with C = D/8 words or D/16 scales of a row:
 FP4 values lie transposed within their page because the second product sums over tokens: a thread reads the words of
 neighbouring tokens in one load and need not exchange any.
 
-Bits of a word. Its lower half holds values 0..3 of eight consecutive ones, its upper half values 4..7. A BF16 keeps
-its sign in bit 15 and its lowest exponent bits and first mantissa bit in bits 8, 7, 6; so does value 0 of a half, and
-values 1, 2, 3 the same shifted right by 3, by 6, and into what is left (14; 11, 10, 13). One shift and one mask make a
-BF16 of three values out of four, worth 2^-126 times the E2M1 value, zero and 0.5 included (they are subnormal);
-multiplying by the block scale times 2^119 undoes it.
+A unit is eight consecutive values of a row, two half words of four. Two units are paired, K's neighbours in a row, V's
+in neighbouring tokens (2t and 2t + 1); the first word of a pair holds the first half word of both, the second word the
+second. So one word holds four pairs of values, and the tensor core takes its operands in just such pairs.
+
+Bits of a half word. Its upper byte holds values 0 and 2, its lower byte 1 and 3, the former of each (a) and the latter
+(b) as: sign of a, magnitude of b, magnitude of a, sign of b. A FP16 keeps its sign in bit 15 and its lowest exponent
+bits and first mantissa bit in bits 11, 10, 9; so does value 0 of a half word, and a mask makes a FP16 of it, worth
+2^-14 times the E2M1 value, zero and 0.5 included (they are subnormal). Value 1 takes a shift more, 2 and 3 together
+two shifts and a select.
 """
 
 from __future__ import annotations
@@ -29,24 +33,49 @@ from tracefp4.formats.e2m1 import pack_codes, unpack_codes
 from tracefp4.kernels.errors import KernelError
 
 
-def words_from_codes(codes: Tensor) -> Tensor:
-    """Packed E2M1 codes uint8 [..., D/2] (low nibble first) -> cache words int32 [..., D/8]."""
-    c = unpack_codes(codes).to(torch.int32).unflatten(-1, (-1, 2, 4))
-    plain = ((c & 8) << 12) | ((c & 7) << 6)
-    shift = torch.tensor([0, 3, 6, 0], dtype=torch.int32, device=c.device)
-    last = ((c & 8) << 11) | ((c & 6) << 9) | ((c & 1) << 13)
-    placed = torch.where(torch.arange(4, device=c.device) == 3, last, plain >> shift)
-    halves = placed.sum(-1, dtype=torch.int32)
-    return halves[..., 0] | (halves[..., 1] << 16)
+def half_words(codes: Tensor) -> Tensor:
+    """Packed E2M1 codes uint8 [..., D/2] (low nibble first) -> half words int32 [..., D/8, 2], of four codes each."""
+    c = unpack_codes(codes).to(torch.int32).unflatten(-1, (-1, 2, 2, 2))  # unit, half, a or b, upper or lower byte
+    a, b = c[..., 0, :], c[..., 1, :]
+    byte = ((a & 8) << 4) | ((b & 7) << 4) | ((a & 7) << 1) | (b >> 3)
+    return (byte[..., 0] << 8) | byte[..., 1]
 
 
-def codes_from_words(words: Tensor) -> Tensor:
-    """Inverse of `words_from_codes`: int32 [..., D/8] -> uint8 [..., D/2]."""
-    h = torch.stack((words & 0xFFFF, (words >> 16) & 0xFFFF), dim=-1)
-    plain = [((h >> (12 - k)) & 8) | ((h >> (6 - k)) & 7) for k in (0, 3, 6)]
-    last = ((h >> 11) & 8) | ((h >> 9) & 6) | ((h >> 13) & 1)
-    codes = torch.stack([*plain, last], dim=-1).flatten(-3).to(torch.uint8)
-    return pack_codes(codes)
+def codes_from_half_words(halves: Tensor) -> Tensor:
+    """Inverse of `half_words`: int32 [..., D/8, 2] -> uint8 [..., D/2]."""
+    byte = torch.stack(((halves >> 8) & 0xFF, halves & 0xFF), dim=-1)
+    a = ((byte >> 4) & 8) | ((byte >> 1) & 7)
+    b = ((byte & 1) << 3) | ((byte >> 4) & 7)
+    return pack_codes(torch.stack((a, b), dim=-2).flatten(-4).to(torch.uint8))
+
+
+def _words(halves: Tensor) -> Tensor:
+    """Half words int32 [..., 2] of two units in turn [..., 2 units, 2 halves] -> words [..., 2]: one of each half."""
+    return halves[..., 0, :] | (halves[..., 1, :] << 16)
+
+
+def _halves(words: Tensor) -> Tensor:
+    return torch.stack((words & 0xFFFF, (words >> 16) & 0xFFFF), dim=-2)
+
+
+def k_words(codes: Tensor) -> Tensor:
+    """Packed codes uint8 [..., D/2] -> words of K int32 [..., D/8]: units of a row are paired."""
+    return _words(half_words(codes).unflatten(-2, (-1, 2))).flatten(-2)
+
+
+def codes_from_k_words(words: Tensor) -> Tensor:
+    return codes_from_half_words(_halves(words.unflatten(-1, (-1, 2))).flatten(-3, -2))
+
+
+def v_words(codes: Tensor) -> Tensor:
+    """Packed codes uint8 [..., S, D/2] -> words of V int32 [..., S, D/8]: units of neighbouring tokens are paired."""
+    halves = half_words(codes).unflatten(-3, (-1, 2)).transpose(-3, -2)  # ... S/2 D/8 2 2
+    return _words(halves).transpose(-2, -1).flatten(-3, -2)
+
+
+def codes_from_v_words(words: Tensor) -> Tensor:
+    halves = _halves(words.unflatten(-2, (-1, 2)).transpose(-2, -1))
+    return codes_from_half_words(halves.transpose(-3, -2).flatten(-4, -3))
 
 
 def _paged(rows_NC: Tensor, heads: int, page_size: int, transposed: bool = False) -> Tensor:
@@ -151,10 +180,9 @@ class PagedCache:
         """From the CPU pool's layer: dense [2, slots, G*D], or codes uint8 [2, slots, G*D/2] and their scales."""
         if scales is None:
             return PagedCache(_paged(rows[0], heads, page_size), _paged(rows[1], heads, page_size))
-        k, v = words_from_codes(rows)
         return PagedCache(
-            _paged(k, heads, page_size),
-            _paged(v, heads, page_size, transposed=True),
+            _paged(k_words(rows[0]), heads, page_size),
+            _paged(v_words(rows[1]), heads, page_size, transposed=True),
             _paged(scales[0], heads, page_size),
             _paged(scales[1], heads, page_size, transposed=True),
             k_epilogue,
@@ -165,5 +193,7 @@ class PagedCache:
         """Inverse of `from_slots`: (rows, scales or None)."""
         if self.k_scales is None or self.v_scales is None:
             return torch.stack((_by_slot(self.k), _by_slot(self.v))), None
-        codes = codes_from_words(torch.stack((_by_slot(self.k), _by_slot(self.v, transposed=True))))
+        codes = torch.stack(
+            (codes_from_k_words(_by_slot(self.k)), codes_from_v_words(_by_slot(self.v, transposed=True)))
+        )
         return codes, torch.stack((_by_slot(self.k_scales), _by_slot(self.v_scales, transposed=True)))

@@ -22,129 +22,20 @@ from torch import Tensor
 
 from tracefp4.kernels.paged_attention.cache import PagedCache
 from tracefp4.kernels.triton_math import dot, from_bf16, to_bf16
+from tracefp4.kernels.triton_unpack import VALUE_EXPONENT, scales, spread, spread_columns, unpack
 
 INTERPRETED = triton.knobs.runtime.interpret
-
-
-def _unpack_ptx(words: int) -> str:
-    """PTX that turns `words` registers' values of two neighbouring units into U registers of scaled BF16 pairs.
-
-    Outputs $0.., then the units (two 32-bit words, or one register with two half words), then the pair of scales.
-    """
-    u = 4 * words
-    body = ["{", ".reg .b32 p, q, s, t, r;", f"mov.b32 s, ${u + words};"]
-    if words == 2:
-        body += [f"prmt.b32 p, ${u}, ${u + 1}, 0x5410;", f"prmt.b32 q, ${u}, ${u + 1}, 0x7632;"]
-    else:
-        body += [f"mov.b32 p, ${u};"]
-    out = 0
-    for half in ("p", "q")[:words]:
-        for shift in (0, 3, 6):
-            body += [f"shl.b32 t, {half}, {shift};", "and.b32 t, t, 0x81C081C0;", f"mul.bf16x2 ${out}, t, s;"]
-            out += 1
-        body += [f"shl.b32 t, {half}, 1;", "and.b32 t, t, 0x80008000;"]
-        body += [f"shr.u32 r, {half}, 3;", "and.b32 r, r, 0x01800180;", "or.b32 t, t, r;"]
-        body += [f"shr.u32 r, {half}, 7;", "and.b32 r, r, 0x00400040;", "or.b32 t, t, r;"]
-        body += [f"mul.bf16x2 ${out}, t, s;"]
-        out += 1
-    return "\n".join([*body, "}"])
-
-
-# "&": outputs are written while inputs are still to be read.
-_PTX8 = tl.constexpr(_unpack_ptx(2))
-_PTX8_CONSTRAINTS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 3))
-_PTX4 = tl.constexpr(_unpack_ptx(1))
-_PTX4_CONSTRAINTS = tl.constexpr(",".join(["=&r"] * 4 + ["r"] * 2))
-
-# Four E4M3 bytes -> SF * 2^119 as BF16. A byte shifted by 4 is a BF16 worth SF * 2^-120 (subnormals too); multiplied
-# by 2^120 and by 2^119 in turn, since 2^239 is no BF16.
-_PTX_SCALE = tl.constexpr(
-    """{
-    .reg .b32 a, b, c;
-    mov.b32 c, $2;
-    prmt.b32 a, c, 0, 0x4140;
-    prmt.b32 b, c, 0, 0x4342;
-    shl.b32 a, a, 4;
-    shl.b32 b, b, 4;
-    mov.b32 c, 0x7B807B80;
-    mul.bf16x2 a, a, c;
-    mul.bf16x2 b, b, c;
-    mov.b32 c, 0x7B007B00;
-    mul.bf16x2 $0, a, c;
-    mul.bf16x2 $1, b, c;
-    }"""
-)
+P_EXPONENT = tl.constexpr(8)
 
 
 @triton.jit
-def _unit_scales(byte, ASM: tl.constexpr):
-    """E4M3 uint8 -> BF16 worth SF * 2^119."""
-    if ASM:
-        return tl.inline_asm_elementwise(_PTX_SCALE, "=&r,=&r,r", [byte], dtype=tl.bfloat16, is_pure=True, pack=4)
-    else:
-        sf = (byte.to(tl.int32) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
-        return (sf * 6.646139978924579e35).to(tl.bfloat16)
-
-
-@triton.jit
-def _value(half, scale, J: tl.constexpr):
-    """Value J of half words (int32), times the block scale, * 2^-7, as BF16; exact. The plain form of the PTX."""
-    if J == 3:
-        bits = ((half << 1) & 0x8000) | ((half >> 3) & 0x0180) | ((half >> 7) & 0x0040)
-    else:
-        bits = (half << (3 * J)) & 0x81C0
-    return ((bits << 16).to(tl.float32, bitcast=True) * from_bf16(scale)).to(tl.bfloat16)
-
-
-@triton.jit
-def _unpack8(words, scale, ASM: tl.constexpr):
-    """int32 [N, W] words, BF16 [N, W] scales -> eight BF16 [N, W]."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            _PTX8, _PTX8_CONSTRAINTS, [words, scale],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
-                   tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        low, high = words & 0xFFFF, (words >> 16) & 0xFFFF
-        return (
-            _value(low, scale, 0), _value(low, scale, 1), _value(low, scale, 2), _value(low, scale, 3),
-            _value(high, scale, 0), _value(high, scale, 1), _value(high, scale, 2), _value(high, scale, 3),
-        )  # fmt: skip
-
-
-@triton.jit
-def _unpack4(halves, scale, ASM: tl.constexpr):
-    """int16 [N, W] half words, BF16 [N, W] scales -> four BF16 [N, W]."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            _PTX4, _PTX4_CONSTRAINTS, [halves, scale],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        h = halves.to(tl.int32) & 0xFFFF
-        return _value(h, scale, 0), _value(h, scale, 1), _value(h, scale, 2), _value(h, scale, 3)
-
-
-@triton.jit
-def _softmax_step(s_NR, tokens, stop, m, l, scale_log2):
-    """Online softmax over one tile: (p BF16 [N, R], new maximum, new sum, factor on what was summed before)."""
-    s = tl.where((tokens < stop)[:, None], s_NR * scale_log2, float("-inf"))
-    m_new = tl.maximum(m, tl.max(s, axis=0))
-    p = tl.exp2(s - m_new[None, :])
-    factor = tl.exp2(m - m_new)
-    return to_bf16(p), m_new, l * factor + tl.sum(p, axis=0), factor
-
-
-@triton.jit
-def _page(tables, tokens, stop, PAGE: tl.constexpr, TILE: tl.constexpr, first, WIDE: tl.constexpr):
+def _pages(tables, tokens, stop, PAGE: tl.constexpr, TILE: tl.constexpr, first, WIDE: tl.constexpr):
     """Pages of a tile's tokens; those past the end stay in the last page. WIDE: 64-bit offsets are needed."""
     if PAGE % TILE == 0:  # the tile lies within one page
-        page = tl.load(tables + first // PAGE)
+        page = tl.load(tables + tl.minimum(first, stop - 1) // PAGE)
     else:
         page = tl.load(tables + tl.minimum(tokens, stop - 1) // PAGE)
-        page = tl.max_constancy(page, 16)
+        page = tl.max_constancy(page, 4)
     if WIDE:
         page = page.to(tl.int64)
     return page
@@ -159,59 +50,127 @@ def _share(length, split, SPLITS, TILE: tl.constexpr):
 
 
 @triton.jit
+def _second_operand(x, ROWS: tl.constexpr):
+    """FP16 [ROWS, 8], which lies in registers as a dot left it -> the same as the next dot's second operand wants it.
+
+    Triton would do with shuffles what one instruction does for 8 x 8 values: it transposes them in place, whereupon
+    the transposition is undone in name only. This holds for one warp, whose dot results all lie in one known layout.
+    """
+    y = tl.inline_asm_elementwise(
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], dtype=tl.float16, is_pure=False, pack=2
+    )
+    return tl.reshape(tl.permute(tl.reshape(y, (ROWS // 8, 8, 8)), (0, 2, 1)), (ROWS, 8))
+
+
+@triton.jit
+def _query_part(pointers, real, up, X: tl.constexpr, MOVE: tl.constexpr):
+    """BF16 queries -> FP16 of the same value times `up`."""
+    q = (from_bf16(tl.load(pointers, mask=real, other=0.0)) * up[None, :]).to(tl.float16)
+    if MOVE:  # once, and not in every turn of the loop
+        unit = (tl.arange(0, X)[:, None] == tl.arange(0, X)[None, :]).to(tl.float16)
+        q = _second_operand(tl.dot(unit, q).to(tl.float16), X)
+    return q
+
+
+@triton.jit
+def _two_halves(a, b, ROWS: tl.constexpr, N: tl.constexpr):
+    """Stacks two FP16 matrices of 8 units into one of 16: [8, N] twice -> [16, N] if ROWS, else [N, 8] -> [N, 16]."""
+    x = tl.join(a, b)
+    if ROWS:
+        return tl.reshape(tl.permute(x, (2, 0, 1)), (16, N))
+    else:
+        return tl.reshape(x, (N, 16))
+
+
+@triton.jit
 def _attend_fp4(
     q, k, v, k_scales, v_scales, tables, lengths, partial, lse, scale_log2, table_stride, SPLITS,
-    G: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr, U: tl.constexpr, PAGE: tl.constexpr,
-    TILE: tl.constexpr, WIDE: tl.constexpr, ASM: tl.constexpr,
+    G: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    WIDE: tl.constexpr, ASM: tl.constexpr, MOVE: tl.constexpr,
 ):  # fmt: skip
-    """k int32 (U = 8) or int16 (U = 4) [P, G, PAGE, W], v [P, G, D/8, PAGE] words.
+    """k int32 [P, G, PAGE, W], v int32 [P, G, W, PAGE]; k_scales and v_scales seen as int16, two bytes in one.
 
-    partial f32 [B, G, SPLITS, R, U, W] holds each share's own softmax; lse f32 [B, G, SPLITS, R] its log2 weight.
+    partial f32 [B, G, SPLITS, R, J, X] holds each share's own softmax; lse f32 [B, G, SPLITS, R] its log2 weight.
     """
-    W: tl.constexpr = D // U
+    W: tl.constexpr = D // 8  # words of a row
+    SPREAD: tl.constexpr = W >= 16
+    X: tl.constexpr = W if W >= 16 else 16  # units of a part: below 16 words, half words
+    ALIGNED: tl.constexpr = PAGE % TILE == 0
     split, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, stop = _share(tl.load(lengths + b), split, SPLITS, TILE)
     at = ((b * G + g) * SPLITS + split) * R
-    i, r, n = tl.arange(0, W), tl.arange(0, RP), tl.arange(0, TILE)
+    x, r, n = tl.arange(0, X), tl.arange(0, RP), tl.arange(0, TILE)
     if start >= stop:
         tl.store(lse + at + r, tl.full([RP], float("-inf"), tl.float32), mask=r < R)
         return
-    q_WR = q + ((b * G + g) * R + r[None, :]) * D + i[:, None] * U
+    # Queries, times a power of two that brings the largest of each into [1, 2): FP16 then holds their BF16 values.
     real = (r < R)[None, :]
-    q0 = tl.load(q_WR, mask=real, other=0.0)
-    q1 = tl.load(q_WR + 1, mask=real, other=0.0)
-    q2 = tl.load(q_WR + 2, mask=real, other=0.0)
-    q3 = tl.load(q_WR + 3, mask=real, other=0.0)
-    o0 = tl.zeros([W, RP], tl.float32)
+    if SPREAD:
+        q_d = spread(x) * 8
+    else:
+        q_d = x * 4
+    q_row = q + (b * G + g) * R * D
+    d = tl.arange(0, D)
+    all_q = from_bf16(tl.load(q_row + r[None, :] * D + d[:, None], mask=real, other=0.0))
+    exponent = (tl.max(tl.abs(all_q), axis=0).to(tl.int32, bitcast=True) >> 23) & 0xFF
+    exponent = tl.minimum(tl.maximum(exponent, 1), 253)
+    up = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    scale = (exponent << 23).to(tl.float32, bitcast=True) * scale_log2
+    q_XR = q_row + r[None, :] * D + q_d[:, None]
+    q0 = _query_part(q_XR, real, up, X, MOVE)
+    q1 = _query_part(q_XR + 1, real, up, X, MOVE)
+    q2 = _query_part(q_XR + 2, real, up, X, MOVE)
+    q3 = _query_part(q_XR + 3, real, up, X, MOVE)
+    o0 = tl.zeros([X, RP], tl.float32)
     o1, o2, o3 = o0, o0, o0
-    if U == 8:
-        q4 = tl.load(q_WR + 4, mask=real, other=0.0)
-        q5 = tl.load(q_WR + 5, mask=real, other=0.0)
-        q6 = tl.load(q_WR + 6, mask=real, other=0.0)
-        q7 = tl.load(q_WR + 7, mask=real, other=0.0)
+    if SPREAD:
+        q4 = _query_part(q_XR + 4, real, up, X, MOVE)
+        q5 = _query_part(q_XR + 5, real, up, X, MOVE)
+        q6 = _query_part(q_XR + 6, real, up, X, MOVE)
+        q7 = _query_part(q_XR + 7, real, up, X, MOVE)
         o4, o5, o6, o7 = o0, o0, o0, o0
     m = tl.full([RP], float("-inf"), tl.float32)
-    l = tl.zeros([RP], tl.float32)
+    ones = tl.full([16, TILE], 1.0, tl.float16)
+    l = tl.zeros([16, RP], tl.float32)  # every row the sum of p
     tables += b.to(tl.int64) * table_stride
-    block = tl.arange(0, D // 16)
+    i, block, pair, n2 = tl.arange(0, W), tl.arange(0, D // 16), tl.arange(0, D // 32), tl.arange(0, TILE // 2)
+    nk = spread(n) if SPREAD else n  # rows of K in the order that makes p's rows those of V
+    k_page = _pages(tables, start + nk, stop, PAGE, TILE, start, WIDE)
+    if not ALIGNED:
+        v_page = _pages(tables, start + n, stop, PAGE, TILE, start, WIDE)
+        s_page = _pages(tables, start + 2 * n2, stop, PAGE, TILE, start, WIDE)
     for first in tl.range(start, stop, TILE):
-        tokens = first + n
         # Stale slots past the end hold some finite FP4 value, whose p is 0.
-        row = _page(tables, tokens, stop, PAGE, TILE, first, WIDE) * G + g
-        place = tokens % PAGE
-        k_u = tl.load(k + (row * (PAGE * W) + place * W)[:, None] + i[None, :])
-        k_s = tl.load(k_scales + (row * (PAGE * D // 16) + place * (D // 16))[:, None] + block[None, :])
-        if U == 8:
-            v_u = tl.load(v + (row * (PAGE * W) + place)[None, :] + (i * PAGE)[:, None])
-        else:  # v holds words of two units
-            v_u = tl.load(v + (row * (PAGE * W) + place * 2)[None, :] + (i // 2 * (PAGE * 2) + i % 2)[:, None])
-        v_s = tl.load(v_scales + (row * (PAGE * D // 16) + place)[None, :] + (block * PAGE)[:, None])
-        k_s, v_s = _unit_scales(k_s, ASM), _unit_scales(v_s, ASM)
-        k_s = tl.reshape(tl.broadcast_to(k_s[:, :, None], (TILE, D // 16, 16 // U)), (TILE, W))
-        v_s = tl.reshape(tl.broadcast_to(v_s[:, None, :], (D // 16, 16 // U, TILE)), (W, TILE))
+        if ALIGNED:
+            row, place = k_page * G + g, (first // TILE) % (PAGE // TILE) * TILE
+            k_at, v_at = row * (PAGE * W) + place * W, row * (PAGE * W) + place
+            k_u = tl.load(k + k_at + (nk[:, None] * W + i[None, :]))
+            v_u = tl.load(v + v_at + (n[None, :] + i[:, None] * PAGE))
+            ks_at, vs_at = (
+                row * (PAGE * D // 32) + place * (D // 32),
+                row * (PAGE * D // 32) + ((first // TILE) % (PAGE // TILE) * (TILE // 2)),
+            )
+            k_s = tl.load(k_scales + ks_at + (nk[:, None] * (D // 32) + pair[None, :]))
+            v_s = tl.load(v_scales + vs_at + (n2[None, :] + block[:, None] * (PAGE // 2)))
+        else:
+            k_row, v_row, s_row = k_page * G + g, v_page * G + g, s_page * G + g
+            k_place, v_place, s_place = (first + nk) % PAGE, (first + n) % PAGE, (first // 2 + n2) % (PAGE // 2)
+            k_u = tl.load(k + (k_row * (PAGE * W) + k_place * W)[:, None] + i[None, :])
+            v_u = tl.load(v + (v_row * (PAGE * W) + v_place)[None, :] + (i * PAGE)[:, None])
+            k_s = tl.load(k_scales + (k_row * (PAGE * D // 32) + k_place * (D // 32))[:, None] + pair[None, :])
+            v_s = tl.load(v_scales + (s_row * (PAGE * D // 32) + s_place)[None, :] + (block * (PAGE // 2))[:, None])
+            v_page = _pages(tables, first + TILE + n, stop, PAGE, TILE, first, WIDE)
+            s_page = _pages(tables, first + TILE + 2 * n2, stop, PAGE, TILE, first, WIDE)
+        # Wanted by the next tile's loads: known an iteration before.
+        k_page = _pages(tables, first + TILE + nk, stop, PAGE, TILE, first + TILE, WIDE)
+        ks = scales(k_s, TILE, D // 16, ASM)
+        if SPREAD:
+            k_u = spread_columns(k_u, TILE, W)
+            ks = tl.reshape(tl.permute(tl.reshape(ks, (TILE, W // 16, 4, 2)), (0, 1, 3, 2)), (TILE, D // 16))
+        ks = tl.reshape(tl.broadcast_to(ks[:, :, None], (TILE, D // 16, 2)), (TILE, W))
+        k0, k1, k2, k3, k4, k5, k6, k7 = unpack(k_u, ks, ASM)
         zero = tl.zeros([TILE, RP], tl.float32)
-        if U == 8:
-            k0, k1, k2, k3, k4, k5, k6, k7 = _unpack8(k_u, k_s, ASM)
+        if SPREAD:
             s = dot(k0, q0, zero)
             s = dot(k1, q1, s)
             s = dot(k2, q2, s)
@@ -221,38 +180,54 @@ def _attend_fp4(
             s = dot(k6, q6, s)
             s = dot(k7, q7, s)
         else:
-            k0, k1, k2, k3 = _unpack4(k_u, k_s, ASM)
-            s = dot(k0, q0, zero)
-            s = dot(k1, q1, s)
-            s = dot(k2, q2, s)
-            s = dot(k3, q3, s)
-        p, m, l, factor = _softmax_step(s, tokens, stop, m, l, scale_log2)
+            s = dot(_two_halves(k0, k4, False, TILE), q0, zero)
+            s = dot(_two_halves(k1, k5, False, TILE), q1, s)
+            s = dot(_two_halves(k2, k6, False, TILE), q2, s)
+            s = dot(_two_halves(k3, k7, False, TILE), q3, s)
+        if first + TILE > stop:
+            s = tl.where((first + nk < stop)[:, None], s, float("-inf"))
+        # p = 2^(s - m) lies below 2^P_EXPONENT, so that FP16 keeps all bits of small ones.
+        m_new = tl.maximum(m, tl.max(s, axis=0) * scale - P_EXPONENT)
+        p = tl.exp2(s * scale[None, :] - m_new[None, :]).to(tl.float16)
+        if MOVE:
+            p = _second_operand(p, TILE)
+        factor = tl.exp2(m - m_new)
+        m = m_new
         f = factor[None, :]
-        if U == 8:
-            v0, v1, v2, v3, v4, v5, v6, v7 = _unpack8(v_u, v_s, ASM)
+        vs = scales(v_s, D // 16, TILE, ASM)
+        if SPREAD:
+            v_u, vs = spread_columns(v_u, W, TILE), spread_columns(vs, D // 16, TILE)
+        vs = tl.reshape(tl.broadcast_to(vs[:, None, :], (D // 16, 2, TILE)), (W, TILE))
+        v0, v1, v2, v3, v4, v5, v6, v7 = unpack(v_u, vs, ASM)
+        l = dot(ones, p, l * f)
+        if SPREAD:
+            o0 = dot(v0, p, o0 * f)
+            o1 = dot(v1, p, o1 * f)
+            o2 = dot(v2, p, o2 * f)
+            o3 = dot(v3, p, o3 * f)
             o4 = dot(v4, p, o4 * f)
             o5 = dot(v5, p, o5 * f)
             o6 = dot(v6, p, o6 * f)
             o7 = dot(v7, p, o7 * f)
         else:
-            v0, v1, v2, v3 = _unpack4(v_u, v_s, ASM)
-        o0 = dot(v0, p, o0 * f)
-        o1 = dot(v1, p, o1 * f)
-        o2 = dot(v2, p, o2 * f)
-        o3 = dot(v3, p, o3 * f)
+            o0 = dot(_two_halves(v0, v4, True, TILE), p, o0 * f)
+            o1 = dot(_two_halves(v1, v5, True, TILE), p, o1 * f)
+            o2 = dot(_two_halves(v2, v6, True, TILE), p, o2 * f)
+            o3 = dot(_two_halves(v3, v7, True, TILE), p, o3 * f)
     # Sum and outputs of this share relative to its maximum; the second kernel needs the maximum and the sum as one.
-    tl.store(lse + at + r, m + tl.log2(l), mask=r < R)
-    inverse = (1.0 / l)[None, :]
-    out = partial + (at + r[None, :]).to(tl.int64) * D + i[:, None]
+    l_R = tl.max(l, axis=0)
+    tl.store(lse + at + r, m + tl.log2(l_R), mask=r < R)
+    inverse = (1.0 / l_R)[None, :]
+    out = partial + (at + r[None, :]).to(tl.int64) * D + x[:, None]
     tl.store(out, o0 * inverse, mask=real)
-    tl.store(out + W, o1 * inverse, mask=real)
-    tl.store(out + 2 * W, o2 * inverse, mask=real)
-    tl.store(out + 3 * W, o3 * inverse, mask=real)
-    if U == 8:
-        tl.store(out + 4 * W, o4 * inverse, mask=real)
-        tl.store(out + 5 * W, o5 * inverse, mask=real)
-        tl.store(out + 6 * W, o6 * inverse, mask=real)
-        tl.store(out + 7 * W, o7 * inverse, mask=real)
+    tl.store(out + X, o1 * inverse, mask=real)
+    tl.store(out + 2 * X, o2 * inverse, mask=real)
+    tl.store(out + 3 * X, o3 * inverse, mask=real)
+    if SPREAD:
+        tl.store(out + 4 * X, o4 * inverse, mask=real)
+        tl.store(out + 5 * X, o5 * inverse, mask=real)
+        tl.store(out + 6 * X, o6 * inverse, mask=real)
+        tl.store(out + 7 * X, o7 * inverse, mask=real)
 
 
 @triton.jit
@@ -275,15 +250,23 @@ def _attend_dense(
     m = tl.full([RP], float("-inf"), tl.float32)
     l = tl.zeros([RP], tl.float32)
     tables += b.to(tl.int64) * table_stride
+    page = _pages(tables, start + n, stop, PAGE, TILE, start, WIDE)
     for first in tl.range(start, stop, TILE):
-        tokens = first + n
         # Past the end the last token again: a stale slot may hold a NaN, which p = 0 would not hide.
-        row = _page(tables, tokens, stop, PAGE, TILE, first, WIDE) * G + g
-        at_N = row * (PAGE * D) + tl.minimum(tokens, stop - 1) % PAGE * D
-        k_DN = tl.load(k + at_N[None, :] + d[:, None])
-        v_ND = tl.load(v + at_N[:, None] + d[None, :])
+        tokens = tl.minimum(first + n, stop - 1)
+        if PAGE % TILE == 0:
+            tile = (page * G + g) * (PAGE * D) + (first // TILE) % (PAGE // TILE) * (TILE * D)
+            at_N = (tokens - first) * D
+            k_DN = tl.load(k + tile + (at_N[None, :] + d[:, None]))
+            v_ND = tl.load(v + tile + (at_N[:, None] + d[None, :]))
+        else:
+            at_N = (page * G + g) * (PAGE * D) + tokens % PAGE * D
+            k_DN = tl.load(k + at_N[None, :] + d[:, None])
+            v_ND = tl.load(v + at_N[:, None] + d[None, :])
+        # Wanted by the next tile's loads: known an iteration before.
+        page = _pages(tables, first + TILE + n, stop, PAGE, TILE, first + TILE, WIDE)
         s = dot(q_RD, k_DN, tl.zeros([RP, TILE], tl.float32))
-        s = tl.where((tokens < stop)[None, :], s * scale_log2, float("-inf"))
+        s = tl.where((first + n < stop)[None, :], s * scale_log2, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, axis=1))
         p = tl.exp2(s - m_new[:, None])
         factor = tl.exp2(m - m_new)
@@ -297,7 +280,7 @@ def _attend_dense(
 @triton.jit
 def _combine(
     partial, lse, out, v_epilogue, SPLITS,
-    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, U: tl.constexpr, CHUNK: tl.constexpr,
+    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, FP4: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Adds the shares of one (sequence, query head): out [B, H, D]; 0 where the context is empty."""
     h, b = tl.program_id(0), tl.program_id(1)
@@ -319,20 +302,30 @@ def _combine(
         total = total * factor + tl.sum(weight, axis=0)
         m = m_new
     y = tl.where(total == 0.0, 0.0, acc / tl.where(total == 0.0, 1.0, total)) * v_epilogue
-    # Column u * (D / U) + i of a share is value u of unit i.
-    place = (d % (D // U)) * U + d // (D // U)
+    if FP4:  # column j * X + x of a share is value j of unit x
+        X: tl.constexpr = D // 8 if D >= 128 else 16
+        j, x = d // X, d % X
+        place = x * 8 + j if D >= 128 else (x % 8) * 8 + (x // 8) * 4 + j
+    else:
+        place = d
     tl.store(out + (b * G * R + h).to(tl.int64) * D + place, to_bf16(y))
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """How the work is cut: tokens of a tile, warps and pipeline stages of a program, programs wanted on the device."""
+    """How the work is cut: tokens of a tile, warps and pipeline stages of a program, programs wanted on the device.
+
+    max_registers: of a thread, None for as many as the compiler likes; asm: unpack with PTX; move: FP4 with one warp
+    and at most 8 query heads per KV head turns operands with `movmatrix`.
+    """
 
     tile: int
     num_warps: int
     num_stages: int
     programs: int
+    max_registers: int | None = None
     asm: bool = True
+    move: bool = True
 
 
 def default_config(fp4: bool, head_dim: int, device: torch.device) -> AttentionConfig:
@@ -343,8 +336,10 @@ def default_config(fp4: bool, head_dim: int, device: torch.device) -> AttentionC
     if fp4 and head_dim <= 128:
         return AttentionConfig(tile=64, num_warps=1, num_stages=2, programs=12 * sms)
     if fp4:
-        return AttentionConfig(tile=32, num_warps=2, num_stages=2, programs=7 * sms)
-    return AttentionConfig(tile=64, num_warps=4, num_stages=3, programs=4 * sms)
+        return AttentionConfig(tile=64, num_warps=2, num_stages=2, programs=6 * sms)
+    if head_dim <= 128:
+        return AttentionConfig(tile=64, num_warps=4, num_stages=2, programs=4 * sms)
+    return AttentionConfig(tile=64, num_warps=8, num_stages=3, programs=2 * sms)
 
 
 def paged_decode(
@@ -371,15 +366,17 @@ def paged_decode(
     common = {"G": G, "R": R, "RP": rp, "D": D, "PAGE": cache.page_size, "TILE": config.tile}
     common["WIDE"] = 2 * cache.k.numel() >= 2**31
     launch = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    if config.max_registers is not None:
+        launch["maxnreg"] = config.max_registers
     grid = (splits, G, B)
-    unit = 1
     if fp4:
-        unit = 8 if D >= 128 else 4
-        k, v = (cache.k, cache.v) if unit == 8 else (cache.k.view(torch.int16), cache.v.view(torch.int16))
-        scale = scaling * cache.k_epilogue * log2e * 2.0**7  # operands are E2M1 * SF * 2^-7
+        assert cache.k_scales is not None
+        assert cache.v_scales is not None
+        scale = scaling * cache.k_epilogue * log2e * 2.0**VALUE_EXPONENT
         _attend_fp4[grid](
-            q_BHD, k, v, cache.k_scales, cache.v_scales, tables_BP, lengths_B, partial, lse, scale,
-            tables_BP.stride(0), splits, U=unit, ASM=config.asm, **common, **launch,
+            q_BHD, cache.k, cache.v, cache.k_scales.view(torch.int16), cache.v_scales.view(torch.int16), tables_BP,
+            lengths_B, partial, lse, scale, tables_BP.stride(0), splits, ASM=config.asm,
+            MOVE=config.asm and config.move and config.num_warps == 1 and rp == 8, **common, **launch,
         )  # fmt: skip
     else:
         scale = scaling * cache.k_epilogue * log2e
@@ -387,6 +384,6 @@ def paged_decode(
             q_BHD, cache.k, cache.v, tables_BP, lengths_B, partial, lse, scale, tables_BP.stride(0), splits,
             **common, **launch,
         )  # fmt: skip
-    epilogue = cache.v_epilogue * (2.0**7 if fp4 else 1.0)
-    _combine[(H, B)](partial, lse, out, epilogue, splits, G=G, R=R, D=D, U=unit, CHUNK=16, num_warps=4)
+    epilogue = cache.v_epilogue * (2.0**VALUE_EXPONENT if fp4 else 1.0)
+    _combine[(H, B)](partial, lse, out, epilogue, splits, G=G, R=R, D=D, FP4=fp4, CHUNK=16, num_warps=4)
     return out

@@ -13,7 +13,7 @@ from torch import Tensor
 from tracefp4.formats import QuantizedBlocks, get_format
 from tracefp4.formats.spec import EncodeScale
 from tracefp4.kernels.errors import KernelError
-from tracefp4.kernels.paged_attention.cache import PagedCache, words_from_codes
+from tracefp4.kernels.paged_attention.cache import PagedCache, half_words, k_words
 
 NVFP4_PLANES = {4.5: (4, 8), 1.5: (1, 8), 1.125: (1, 2), 1.0625: (1, 1)}
 """Bits per value -> (code planes, scale planes) of the guidance record (`tracefp4.guidance.schema`)."""
@@ -98,11 +98,15 @@ def write_kv(
     heads = cache.heads
     for i, (x, scale) in enumerate(zip((k_NGD, v_NGD), encode_scales, strict=True)):
         blocks = get_format(format).quantize(x.flatten(1), encode_scale=scale)
-        words = words_from_codes(blocks.codes)[kept].unflatten(1, (heads, -1))
         scales = blocks.scales[kept].unflatten(1, (heads, -1))
         if i == 0:
-            cache.k[page, :, place], cache.k_scales[page, :, place] = words, scales
+            cache.k[page, :, place] = k_words(blocks.codes)[kept].unflatten(1, (heads, -1))
+            cache.k_scales[page, :, place] = scales
         else:
-            cache.v[page, :, :, place], cache.v_scales[page, :, :, place] = words, scales
+            pairs = cache.v.view(torch.int16).unflatten(-1, (-1, 2, 2))  # P G D/8 S/2 half token
+            pairs[page, :, :, place // 2, :, place % 2] = (
+                half_words(blocks.codes)[kept].unflatten(1, (heads, -1)).to(torch.int16)
+            )
+            cache.v_scales[page, :, :, place] = scales
         if targets is not None:
             record(blocks, targets[i])

@@ -1,0 +1,83 @@
+"""Cases of rounding to FP4 and back, with and without guidance, as the trainer's forward does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tracefp4.bench.registry import Case, Inputs
+from tracefp4.formats import get_format
+from tracefp4.guidance import CompactGuidance, encode
+from tracefp4.kernels.guided_round import fake_quantize_rows, guided_round_rows
+from tracefp4.nn.rounding import fake_quantize, guided_round
+
+
+def _make(N: int, K: int, bits: float, device: torch.device) -> Inputs:
+    """The trainer's x is the rollout's with 2 % noise; every 16th row has no record."""
+    g = torch.Generator(device).manual_seed(3)
+    x = torch.randn(N, K, generator=g, device=device)
+    blocks = get_format("nvfp4").quantize(x.bfloat16(), encode_scale="row")
+    record = encode(blocks, bits, valid=torch.arange(N, device=device) % 16 != 7)
+    noisy = x * (1 + 0.02 * torch.randn(N, K, generator=g, device=device))
+    return {"x": noisy.bfloat16(), "record": record}
+
+
+def _guided(inputs: Inputs, rule: str = "cell") -> Tensor:
+    record: CompactGuidance = inputs["record"]
+    assert record.encode_scale is not None
+    return guided_round_rows(
+        inputs["x"],
+        record.payload,
+        record.encode_scale,
+        record.valid,
+        record.header.format,
+        record.header.bits,
+        rule,
+    )
+
+
+def _equal(a: Tensor, b: Tensor, what: str) -> None:
+    different = int((a.view(torch.int16) != b.view(torch.int16)).sum())
+    assert different == 0, f"{what}: {different} of {a.numel()} values differ"
+
+
+def _check_guided(inputs: Inputs) -> str:
+    for rule in ("cell", "bracket"):
+        _equal(_guided(inputs, rule), guided_round(inputs["x"], inputs["record"], rule), rule)
+    return "equal bits"
+
+
+def _check_nearest(inputs: Inputs) -> str:
+    for scale in ("row", "row-pow2", 37.5):
+        got: Any = fake_quantize_rows(inputs["x"], "nvfp4", scale)
+        _equal(got, fake_quantize(inputs["x"], "nvfp4", scale), str(scale))
+    return "equal bits"
+
+
+def _case(N: int, K: int, bits: float, what: str, run: Any, check: Any, baseline: bool = False) -> Case:
+    record = 0 if bits == 0 else N * K * bits / 8
+    return Case(
+        op="guided_round",
+        name=f"{N} x {K}, {what}",
+        bytes_moved=int(4 * N * K + record),
+        operations=0,
+        make=lambda device: _make(N, K, bits or 1.125, device),
+        run=run,
+        check=check,
+        group=f"rounding {N} x {K}, {bits}",
+        baseline=baseline,
+    )
+
+
+def cases(small: bool) -> list[Case]:
+    N, K = (5, 48) if small else (32768, 2048)
+    found = []
+    for bits in (1.125, 1.5, 4.5):
+        found.append(_case(N, K, bits, f"guided at {bits} bits", _guided, _check_guided))
+    found.append(_case(N, K, 0, "to nearest", lambda i: fake_quantize_rows(i["x"], "nvfp4", "row"), _check_nearest))
+    if not small:
+        run = lambda i: guided_round(i["x"], i["record"])  # noqa: E731
+        found.append(_case(N, K, 1.125, "guided at 1.125 bits, torch reference", run, None, baseline=True))
+    return found

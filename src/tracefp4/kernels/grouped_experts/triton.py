@@ -1,0 +1,406 @@
+"""Routed experts over packed FP4 or BF16 weights: route, gate and up with SiLU, quantize, down, weighted sum.
+
+Legend: N tokens, K experts per token, M = N * K rows sorted by expert, E experts, I input and O output features,
+R rows of a program, T = I/128.
+
+Products are computed transposed, [O, R] = W x^T: the weights are the large operand and are unpacked in registers, as
+keys are in `paged_attention`, and the few rows of an expert sit in the tensor core's narrow dimension. Value j of every
+unit of eight forms a matrix [O, 16] of its own, whose partner is x at inputs 8u + j: `_operand_rows` writes x in that
+order, and as FP16: quantized, x is E2M1 * SF * 2^-14, else x times a power of two that brings its row into [-2, 2).
+Nothing here asks the host anything: the number of rows of an expert, and of blocks of R rows, is found on the device,
+the grid is as large as it could become and programs without work return.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tracefp4.formats import QuantizedBlocks, get_format
+from tracefp4.kernels.grouped_experts.packed import PackedExperts
+from tracefp4.kernels.triton_math import (
+    IEEE,
+    block_amax,
+    decode_e2m1,
+    decode_e4m3,
+    dot,
+    encode_e2m1,
+    encode_e4m3,
+    encode_scale_of,
+    from_bf16,
+    multiplier,
+    to_bf16,
+    unrounded_scale,
+)
+from tracefp4.kernels.triton_unpack import scales, spread_columns, unpack
+
+INTERPRETED = triton.knobs.runtime.interpret
+UP = tl.constexpr(2.0**14)
+"""What undoes the factor of an FP16 operand."""
+
+
+@triton.jit
+def _route(
+    experts, order, offsets, block_expert, block_start, block_count, M,
+    E: tl.constexpr, EP: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Program e lists the rows of expert e in order of (token, choice), and its blocks of R rows.
+
+    Every program counts all choices for itself, so none waits for another.
+    """
+    e = tl.program_id(0)
+    i, bins = tl.arange(0, CHUNK), tl.arange(0, EP)
+    counts = tl.zeros([EP], tl.int32)
+    for first in tl.range(0, M, CHUNK):
+        chosen = tl.load(experts + first + i, mask=first + i < M, other=0).to(tl.int32)
+        counts += tl.histogram(chosen, EP, mask=first + i < M)
+    start = tl.sum(tl.where(bins < e, counts, 0), axis=0)
+    count = tl.sum(tl.where(bins == e, counts, 0), axis=0)
+    tl.store(offsets + e, start)
+    first_block = tl.sum(tl.where(bins < e, (counts + R - 1) // R, 0), axis=0)
+    blocks = (count + R - 1) // R
+    if e == E - 1:
+        tl.store(offsets + E, start + count)
+        tl.store(block_count, first_block + blocks)
+    for n in tl.range(0, blocks):
+        tl.store(block_expert + first_block + n, e)
+        tl.store(block_start + first_block + n, start + n * R)
+    at = start
+    for first in tl.range(0, M, CHUNK):
+        chosen = tl.load(experts + first + i, mask=first + i < M, other=-1).to(tl.int32)
+        mine = (chosen == e).to(tl.int32)
+        tl.store(order + at + tl.cumsum(mine, axis=0) - 1, first + i, mask=mine != 0)
+        at += tl.sum(mine, axis=0)
+
+
+@triton.jit
+def _operand_rows(
+    x, codes_in, scales_in, s_in, out, factor_out, x_stride,
+    I: tl.constexpr, NB: tl.constexpr, CODES: tl.constexpr, QUANTIZE: tl.constexpr, S_STRIDE: tl.constexpr,
+    STATIC: tl.constexpr, POW2: tl.constexpr, EXACT: tl.constexpr, ENCODE_MAX: tl.constexpr,
+):  # fmt: skip
+    """One row as FP16 [I] in the order of the products, and the f32 factor that its sums are owed.
+
+    CODES: of quantized codes, scales and S; QUANTIZE: quantizes x first; neither: x as it is.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    b = tl.arange(0, NB)
+    i = b[:, None] * 16 + tl.arange(0, 16)[None, :]
+    one = tl.arange(0, 1)
+    if CODES:
+        w = b[:, None] * 2 + tl.arange(0, 2)[None, :]
+        words = tl.load(codes_in + row * (I // 8) + w, mask=w < I // 8, other=0)
+        words = tl.reshape(tl.broadcast_to(words[:, :, None], (NB, 2, 8)), (NB, 16))
+        codes = (words >> (tl.arange(0, 16) % 8 * 4)[None, :]) & 15
+        byte = tl.load(scales_in + row * (I // 16) + b, mask=b < I // 16, other=0).to(tl.int32)
+        s = tl.load(s_in + row * S_STRIDE + one)
+    else:
+        values = from_bf16(tl.load(x + row * x_stride + i, mask=i < I, other=0.0))
+        amax = block_amax(values)
+        largest = tl.max(amax, axis=0, keep_dims=True)
+        if QUANTIZE:
+            if STATIC:
+                s = tl.load(s_in + one)
+            else:
+                s = encode_scale_of(largest, ENCODE_MAX, POW2)
+            byte = encode_e4m3(unrounded_scale(amax, s, EXACT))
+            codes = encode_e2m1(values * multiplier(byte, s, EXACT)[:, None])
+    if CODES or QUANTIZE:
+        y = decode_e2m1(codes) * (decode_e4m3(byte) * (1.0 / UP))[:, None]
+        factor = tl.div_rn(tl.zeros_like(s) + 1.0, s) * UP
+    else:
+        exponent = tl.minimum(tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) & 0xFF, 1), 253)
+        y = values * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+        factor = (exponent << 23).to(tl.float32, bitcast=True)
+    unit = i // 8 % 16
+    place = i // 128 * 128 + i % 8 * 16 + ((unit & 1) | ((unit & 12) >> 1) | ((unit & 2) << 2))
+    tl.store(out + row * I + place, y.to(tl.float16), mask=i < I)
+    tl.store(factor_out + row + one, factor)
+
+
+@triton.jit
+def _add_tile(acc, words, scale_pairs, x0, x1, x2, x3, x4, x5, x6, x7, BO: tl.constexpr, ASM: tl.constexpr):
+    """acc [BO, R] + one tile of 128 inputs: words int32 [BO, 16], scale pairs int16 [BO, 4], x_j FP16 [16, R]."""
+    s = scales(scale_pairs, BO, 8, ASM)
+    s = tl.reshape(tl.permute(tl.reshape(s, (BO, 4, 2)), (0, 2, 1)), (BO, 8))
+    s = tl.reshape(tl.broadcast_to(s[:, :, None], (BO, 8, 2)), (BO, 16))
+    w0, w1, w2, w3, w4, w5, w6, w7 = unpack(spread_columns(words, BO, 16), s, ASM)
+    acc = dot(w0, x0, acc)
+    acc = dot(w1, x1, acc)
+    acc = dot(w2, x2, acc)
+    acc = dot(w3, x3, acc)
+    acc = dot(w4, x4, acc)
+    acc = dot(w5, x5, acc)
+    acc = dot(w6, x6, acc)
+    return dot(w7, x7, acc)
+
+
+@triton.jit
+def _silu_mul(gate, up):
+    """silu(gate) * up of sums rounded to BF16, as a model that stores them computes it."""
+    gate, up = from_bf16(to_bf16(gate)), from_bf16(to_bf16(up))
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def _block_of_rows(order, offsets, block_expert, block_start, R: tl.constexpr, BY_ORDER: tl.constexpr):
+    """(expert, rows [R], which are real, place of each in the (token, choice) order)."""
+    block = tl.program_id(0)
+    e = tl.load(block_expert + block)
+    m = tl.load(block_start + block) + tl.arange(0, R)
+    real = m < tl.load(offsets + e + 1)
+    position = tl.load(order + m, mask=real, other=0)
+    return e.to(tl.int64), m, real, position
+
+
+@triton.jit
+def _products_fp4(
+    x, factor, words, weight_scales, epilogue, out, order, offsets, block_expert, block_start, block_count,
+    K: tl.constexpr, I: tl.constexpr, O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """GATED: rows of tokens -> silu(gate) * up [M, O/2], in sorted order; else sorted rows -> [M, O] by position.
+
+    words int32 [E, T, O, 16], weight_scales int16 [E, T, O, 4].
+    """
+    if tl.program_id(0) >= tl.load(block_count):
+        return
+    T: tl.constexpr = I // 128
+    WIDTH: tl.constexpr = O // 2 if GATED else O
+    e, m, real, position = _block_of_rows(order, offsets, block_expert, block_start, R, not GATED)
+    source = (position // K if GATED else m).to(tl.int64)
+    o = tl.program_id(1) * BO + tl.arange(0, BO)
+    some = tl.minimum(o, WIDTH - 1)  # rows past the end repeat the last and are not stored
+    w, p = tl.arange(0, 16), tl.arange(0, 4)
+    x_WR = x + source[None, :] * I + w[:, None]
+    wanted = real[None, :]
+    words += e * (T * O * 16)
+    weight_scales += e * (T * O * 4)
+    acc = tl.zeros([BO, R], tl.float32)
+    acc_up = acc
+    for t in tl.range(0, T):
+        u = tl.load(words + t * (O * 16) + (some[:, None] * 16 + w[None, :]))
+        s = tl.load(weight_scales + t * (O * 4) + (some[:, None] * 4 + p[None, :]))
+        if GATED:
+            u_up = tl.load(words + (t * O + WIDTH) * 16 + (some[:, None] * 16 + w[None, :]))
+            s_up = tl.load(weight_scales + (t * O + WIDTH) * 4 + (some[:, None] * 4 + p[None, :]))
+        x_t = x_WR + t * 128
+        x0 = tl.load(x_t, mask=wanted, other=0.0)
+        x1 = tl.load(x_t + 16, mask=wanted, other=0.0)
+        x2 = tl.load(x_t + 32, mask=wanted, other=0.0)
+        x3 = tl.load(x_t + 48, mask=wanted, other=0.0)
+        x4 = tl.load(x_t + 64, mask=wanted, other=0.0)
+        x5 = tl.load(x_t + 80, mask=wanted, other=0.0)
+        x6 = tl.load(x_t + 96, mask=wanted, other=0.0)
+        x7 = tl.load(x_t + 112, mask=wanted, other=0.0)
+        acc = _add_tile(acc, u, s, x0, x1, x2, x3, x4, x5, x6, x7, BO, ASM)
+        if GATED:
+            acc_up = _add_tile(acc_up, u_up, s_up, x0, x1, x2, x3, x4, x5, x6, x7, BO, ASM)
+    owed_e = tl.load(epilogue + e) * UP
+    owed_R = tl.load(factor + source, mask=real, other=0.0)[None, :]
+    y = acc * owed_e * owed_R
+    if GATED:
+        y = _silu_mul(y, acc_up * owed_e * owed_R)
+        target = m.to(tl.int64)
+    else:
+        target = position.to(tl.int64)
+    tl.store(out + target[None, :] * WIDTH + o[:, None], to_bf16(y), mask=wanted & (o < WIDTH)[:, None])
+
+
+@triton.jit
+def _products_dense(
+    x, weights, out, order, offsets, block_expert, block_start, block_count,
+    K: tl.constexpr, I: tl.constexpr, O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
+    BI: tl.constexpr,
+):  # fmt: skip
+    """The same over BF16 weights [E, O, I] and BF16 rows in their own order."""
+    if tl.program_id(0) >= tl.load(block_count):
+        return
+    WIDTH: tl.constexpr = O // 2 if GATED else O
+    e, m, real, position = _block_of_rows(order, offsets, block_expert, block_start, R, not GATED)
+    source = (position // K if GATED else m).to(tl.int64)
+    o, i = tl.program_id(1) * BO + tl.arange(0, BO), tl.arange(0, BI)
+    some = tl.minimum(o, WIDTH - 1)
+    wanted = real[None, :]
+    weights += e * (O * I)
+    acc = tl.zeros([BO, R], tl.float32)
+    acc_up = acc
+    for first in tl.range(0, I, BI):
+        inner = (first + i) < I
+        x_t = tl.load(x + source[None, :] * I + (first + i)[:, None], mask=wanted & inner[:, None], other=0.0)
+        w_t = tl.load(weights + (some[:, None] * I + (first + i)[None, :]), mask=inner[None, :], other=0.0)
+        acc = dot(w_t, x_t, acc)
+        if GATED:
+            v_t = tl.load(
+                weights + ((WIDTH + some[:, None]) * I + (first + i)[None, :]), mask=inner[None, :], other=0.0
+            )
+            acc_up = dot(v_t, x_t, acc_up)
+    if GATED:
+        y = _silu_mul(acc, acc_up)
+        target = m.to(tl.int64)
+    else:
+        y = acc
+        target = position.to(tl.int64)
+    tl.store(out + target[None, :] * WIDTH + o[:, None], to_bf16(y), mask=wanted & (o < WIDTH)[:, None])
+
+
+@triton.jit
+def _weighted_sum(rows, gates, out, K: tl.constexpr, O: tl.constexpr, BLOCK: tl.constexpr):
+    """out [N, O] = sum over k, in order, of gates [N, K] times rows BF16 [N, K, O]; FP32, rounded once."""
+    n = tl.program_id(0).to(tl.int64)
+    o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for k in tl.static_range(K):
+        y = from_bf16(tl.load(rows + (n * K + k) * O + o, mask=o < O, other=0.0))
+        total += y * tl.load(gates + n * K + k)
+    tl.store(out + n * O + o, to_bf16(total), mask=o < O)
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Output features and rows of a program, its warps and pipeline stages; dense_inner: inputs a step of BF16."""
+
+    outputs: int
+    rows: int
+    num_warps: int
+    num_stages: int
+    dense_inner: int = 64
+    asm: bool = True
+
+
+def default_config(fp4: bool, rows_per_expert: float) -> ExpertsConfig:
+    """By the mean number of rows of an expert; under the interpreter a small one."""
+    if INTERPRETED:
+        return ExpertsConfig(outputs=128, rows=16, num_warps=1, num_stages=1, dense_inner=128, asm=False)
+    rows = 8 if rows_per_expert <= 4 else 16 if rows_per_expert <= 12 else 32 if rows_per_expert <= 48 else 128
+    if rows == 128:
+        return ExpertsConfig(outputs=64, rows=128, num_warps=4, num_stages=3)
+    if fp4:
+        return ExpertsConfig(outputs=64, rows=rows, num_warps=1 if rows <= 16 else 2, num_stages=3)
+    return ExpertsConfig(outputs=64, rows=rows, num_warps=4, num_stages=4, dense_inner=128)
+
+
+@dataclass(frozen=True)
+class DeviceRouting:
+    """What `_route` finds, all int32 on the device: see there. blocks: an upper bound of their number."""
+
+    order: Tensor
+    offsets: Tensor
+    block_expert: Tensor
+    block_start: Tensor
+    block_count: Tensor
+    blocks: int
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.order, self.offsets, self.block_expert, self.block_start, self.block_count
+
+
+def route(experts_NK: Tensor, num_experts: int, rows: int) -> DeviceRouting:
+    """Sorted order and blocks of `rows` rows for a choice of experts int64 [N, K]."""
+    M = experts_NK.numel()
+    blocks = max(1, min(num_experts, M) + M // rows)
+    sizes = (M, num_experts + 1, blocks, blocks, 1)
+    order, offsets, *table = (torch.empty(n, dtype=torch.int32, device=experts_NK.device) for n in sizes)
+    routing = DeviceRouting(order, offsets, table[0], table[1], table[2], blocks)
+    chunk = min(4096, max(128, triton.next_power_of_2(M)))
+    _route[(num_experts,)](
+        experts_NK, *routing.tensors, M, E=num_experts, EP=triton.next_power_of_2(num_experts), R=rows, CHUNK=chunk,
+        num_warps=4,
+    )  # fmt: skip
+    return routing
+
+
+def operand_rows(
+    x: Tensor | QuantizedBlocks, format: str | None = None, encode_scale: str | float | Tensor = "row"
+) -> tuple[Tensor, Tensor]:
+    """(FP16 [N, I] in the products' order, f32 [N] factors) of BF16 rows, quantized first if a format is given, or of
+    rows that are quantized already."""
+    codes = x if isinstance(x, QuantizedBlocks) else None
+    values = x if isinstance(x, Tensor) else None
+    N, I = x.shape
+    device = codes.codes.device if codes is not None else values.device  # type: ignore[union-attr]
+    out = torch.empty(N, I, dtype=torch.float16, device=device)
+    factor = torch.empty(N, dtype=torch.float32, device=device)
+    s: Tensor | None = None
+    if codes is not None:
+        s = codes.encode_scale
+    elif isinstance(encode_scale, Tensor):
+        s = encode_scale.to(device, torch.float32)
+    elif format is not None and not isinstance(encode_scale, str):
+        s = torch.full((), encode_scale, dtype=torch.float32, device=device)
+    blocks = max(8, triton.next_power_of_2(I // 16))
+    if N:
+        _operand_rows[(N,)](
+            values, None if codes is None else codes.codes.view(torch.int32), None if codes is None else codes.scales,
+            s, out, factor, 0 if values is None else values.stride(0),
+            I=I, NB=blocks, CODES=codes is not None, QUANTIZE=codes is None and format is not None,
+            S_STRIDE=1 if s is not None and s.ndim else 0, STATIC=codes is None and s is not None,
+            POW2=isinstance(encode_scale, str) and encode_scale == "row-pow2", EXACT=format == "nvfp4-exact",
+            ENCODE_MAX=get_format(format or "nvfp4").encode_max,
+            num_warps=min(8, max(1, blocks // (64 if N >= 1024 else 32))), **IEEE,
+        )  # fmt: skip
+    return out, factor
+
+
+def products(
+    rows: Tensor, factor: Tensor | None, weights: PackedExperts | Tensor, routing: DeviceRouting, K: int, gated: bool,
+    out_rows: int, config: ExpertsConfig,
+) -> Tensor:  # fmt: skip
+    """Grouped product over all blocks of rows; gated: of tokens, with SiLU; else of sorted rows, by position."""
+    fp4 = isinstance(weights, PackedExperts)
+    O, I = (weights.outputs, weights.inputs) if isinstance(weights, PackedExperts) else weights.shape[1:]
+    width = O // 2 if gated else O
+    out = torch.empty(out_rows, width, dtype=torch.bfloat16, device=rows.device)
+    grid = (routing.blocks, triton.cdiv(width, config.outputs))
+    common = {"K": K, "I": I, "O": O, "GATED": gated, "BO": config.outputs, "R": config.rows}
+    launch = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    if isinstance(weights, PackedExperts):
+        assert fp4
+        _products_fp4[grid](
+            rows, factor, weights.words, weights.scales.view(torch.int16), weights.epilogue, out, *routing.tensors,
+            ASM=config.asm, **common, **launch,
+        )  # fmt: skip
+    else:
+        _products_dense[grid](rows, weights, out, *routing.tensors, BI=config.dense_inner, **common, **launch)
+    return out
+
+
+def routed_experts(
+    x: Tensor | QuantizedBlocks,
+    experts_NK: Tensor,
+    gates_NK: Tensor,
+    gate_up: PackedExperts | Tensor,
+    down: PackedExperts | Tensor,
+    format: str | None,
+    encode_scale: str | float | Tensor,
+    config: ExpertsConfig | None = None,
+) -> Tensor:
+    """See `tracefp4.kernels.grouped_experts.routed_experts`; operands are checked there."""
+    N, K = experts_NK.shape
+    fp4 = isinstance(gate_up, PackedExperts)
+    E = gate_up.experts if isinstance(gate_up, PackedExperts) else gate_up.shape[0]
+    O = down.outputs if isinstance(down, PackedExperts) else down.shape[1]
+    M = N * K
+    out = torch.empty(N, O, dtype=torch.bfloat16, device=experts_NK.device)
+    if N == 0:
+        return out
+    config = config or default_config(fp4, M / E)
+    routing = route(experts_NK, E, config.rows)
+    factor: Tensor | None = None
+    if fp4:
+        rows, factor = operand_rows(x, format, encode_scale)
+    else:
+        assert isinstance(x, Tensor)
+        rows = x
+    hidden = products(rows, factor, gate_up, routing, K, True, M, config)
+    if fp4:
+        hidden, factor = operand_rows(hidden, format, encode_scale)
+    y = products(hidden, factor, down, routing, K, False, M, config)
+    block = min(1024, triton.next_power_of_2(O))
+    _weighted_sum[(N, triton.cdiv(O, block))](y, gates_NK, out, K=K, O=O, BLOCK=block, num_warps=4)
+    return out

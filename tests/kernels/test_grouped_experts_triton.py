@@ -1,0 +1,135 @@
+"""Routed experts in Triton against the torch reference; under the interpreter unless there is a GPU."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tracefp4.formats import QuantizedBlocks, get_format
+from tracefp4.kernels.errors import KernelError
+from tracefp4.kernels.grouped_experts import PackedExperts, routed_experts
+from tracefp4.recipe import quantize_expert_weights
+
+pytest.importorskip("triton", reason="triton is not installed: its kernels are not tested")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def problem(N: int, E: int, K: int, hidden: int, width: int, packed: bool) -> dict[str, Any]:
+    """Random weights and activations; some experts are chosen by nobody, one by every token."""
+    g = torch.Generator().manual_seed(N + E)
+    x = (torch.randn(N, hidden, generator=g) * torch.rand(N, 1, generator=g).exp()).bfloat16()
+    scores = torch.randn(N, E, generator=g)
+    scores[:, 0], scores[:, 1] = 9.0, -9.0
+    gates, experts = scores.softmax(-1).topk(K, dim=-1)
+    weights = [torch.randn(E, o, i, generator=g) / i**0.5 for o, i in ((2 * width, hidden), (hidden, width))]
+    both: list[Any] = [w.bfloat16() for w in weights]
+    if packed:
+        both = [PackedExperts.pack(quantize_expert_weights(w.bfloat16(), "nvfp4")) for w in weights]
+    return {"x": x, "experts_NK": experts, "gates_NK": gates, "gate_up": both[0], "down": both[1]}
+
+
+def on(device: str, args: dict[str, Any]) -> dict[str, Any]:
+    def move(v: Any) -> Any:
+        if isinstance(v, PackedExperts):
+            return PackedExperts(v.words.to(device), v.scales.to(device), v.epilogue.to(device), v.format)
+        return v.to(device)
+
+    return {k: move(v) for k, v in args.items()}
+
+
+CASES = {
+    "W4A4": (True, "nvfp4", "row"),
+    "W4A4, powers of two, exact rule": (True, "nvfp4-exact", "row-pow2"),
+    "W4A4, static": (True, "nvfp4", 300.0),
+    "W4A16": (True, None, "row"),
+    "BF16": (False, None, "row"),
+}
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    """Sums differ in order only; a hidden value on a rounding boundary may then fall into the neighbouring slot."""
+    got, want = got.float().cpu(), want.float().cpu()
+    assert torch.isfinite(got).all()
+    error = (got - want).norm(dim=-1) / want.norm(dim=-1).clamp(min=1e-6)
+    assert float(error.max()) < 2e-2
+    assert float(error.median()) < 3e-3
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("N", "E", "K", "hidden", "width"), [(1, 4, 2, 128, 128), (18, 3, 2, 256, 128)])
+def test_equals_the_reference(case: str, N: int, E: int, K: int, hidden: int, width: int) -> None:
+    packed, activations, scale = CASES[case]
+    args = problem(N, E, K, hidden, width, packed)
+    options: dict[str, Any] = {"activations": activations, "encode_scale": scale}
+    got = routed_experts(**on(DEVICE, args), backend="triton", **options)
+    close(got, routed_experts(**args, backend="torch", **options))
+
+
+def test_the_same_again() -> None:
+    """No atomics: equal bits each time, and from blocks that exist already."""
+    args = on(DEVICE, problem(9, 4, 2, 128, 128, True))
+    a = routed_experts(**args, backend="triton", activations="nvfp4")
+    b = routed_experts(**args, backend="triton", activations="nvfp4")
+    blocks = get_format("nvfp4").quantize(args["x"], encode_scale="row")
+    c = routed_experts(**args | {"x": blocks}, backend="triton", activations="nvfp4")
+    assert torch.equal(a, b)
+    assert torch.equal(a, c)
+
+
+def test_operands_are_exact() -> None:
+    """One expert, unit weights: products with every code at every scale come out as they are."""
+    from tracefp4.kernels.grouped_experts import triton as kernel
+
+    codes = torch.arange(256, dtype=torch.uint8).view(4, 64).repeat(32, 1)
+    scales = torch.arange(128, dtype=torch.uint8).clamp(max=0x7E).view(128, 1).expand(128, 8).contiguous()
+    blocks = QuantizedBlocks(codes[None], scales[None], torch.tensor(1.0), "nvfp4", (1, 128, 128))
+    packed = PackedExperts.pack(blocks)
+    assert all(torch.equal(a, b) for a, b in zip(packed.unpack(), (blocks.codes, blocks.scales), strict=True))
+    unit = torch.eye(128).bfloat16().to(DEVICE)
+    rows, factor = kernel.operand_rows(unit)
+    experts = torch.zeros(128, 1, dtype=torch.int64, device=DEVICE)
+    config = kernel.default_config(True, 128.0)
+    routing = kernel.route(experts, 1, config.rows)
+    weights = on(DEVICE, {"w": packed})["w"]
+    y = kernel.products(rows, factor, weights, routing, 1, False, 128, config)
+    assert torch.equal(y.float().cpu().T, get_format("nvfp4").dequantize(blocks)[0])
+
+
+@pytest.mark.parametrize(("N", "E", "K", "rows"), [(1, 3, 1, 8), (300, 7, 2, 16), (40, 128, 8, 8)])
+def test_routing_is_the_stable_sort(N: int, E: int, K: int, rows: int) -> None:
+    from tracefp4.kernels.grouped_experts import triton as kernel
+
+    g = torch.Generator().manual_seed(N)
+    experts = torch.stack([torch.randperm(E, generator=g)[:K] for _ in range(N)])
+    experts[experts == 2] = 0  # nobody's
+    routing = kernel.route(experts.to(DEVICE), E, rows)
+    flat = experts.flatten()
+    assert torch.equal(routing.order.cpu().long(), torch.argsort(flat, stable=True))
+    counts = torch.bincount(flat, minlength=E)
+    assert torch.equal(routing.offsets.cpu().long(), torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
+    want = [(e, int(counts[:e].sum()) + i) for e in range(E) for i in range(0, int(counts[e]), rows)]
+    n = int(routing.block_count)
+    assert n == len(want) <= routing.blocks
+    assert list(zip(routing.block_expert[:n].tolist(), routing.block_start[:n].tolist(), strict=True)) == want
+
+
+def test_no_tokens() -> None:
+    args = on(DEVICE, problem(1, 4, 2, 128, 128, True))
+    args |= {k: args[k][:0] for k in ("x", "experts_NK", "gates_NK")}
+    assert routed_experts(**args, backend="triton", activations="nvfp4").shape == (0, 128)
+
+
+def test_bad_operands_are_refused_by_name() -> None:
+    args = on(DEVICE, problem(2, 4, 2, 128, 128, True))
+    with pytest.raises(KernelError, match="int64"):
+        routed_experts(**args | {"experts_NK": args["experts_NK"].int()}, backend="triton")
+    with pytest.raises(KernelError, match="follow"):
+        routed_experts(**args | {"down": args["gate_up"]}, backend="triton")
+    with pytest.raises(KernelError, match="mxfp4"):
+        routed_experts(**args, backend="triton", activations="mxfp4-floor")
+    dense = on(DEVICE, problem(2, 4, 2, 128, 128, False))
+    with pytest.raises(KernelError, match="packed weights"):
+        routed_experts(**dense, backend="triton", activations="nvfp4")
+    with pytest.raises(KernelError, match="multiple of 128"):
+        PackedExperts.pack(quantize_expert_weights(torch.randn(2, 32, 64).bfloat16(), "nvfp4"))
