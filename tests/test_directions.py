@@ -35,8 +35,21 @@ ALLOWED: dict[str, set[str]] = {
     "asynchronous": CORE | {"guidance", "loop", "report", "tasks", "train", "rollout", "saves"},
     "bench": CORE | {"guidance", "nn"},
     "compare": LEAVES | {"report"},
+    "evaluate": CORE | {"guidance", "nn", "rollout", "methods", "tasks", "align", "report", "loop", "saves"},
     "cli": LEAVES
-    | {"loop", "asynchronous", "compare", "methods", "train", "report", "formats", "guidance", "recipe", "saves"},
+    | {
+        "loop",
+        "asynchronous",
+        "compare",
+        "evaluate",
+        "methods",
+        "train",
+        "report",
+        "formats",
+        "guidance",
+        "recipe",
+        "saves",
+    },
     "__main__": {"cli"},
 }
 """What each top-level module may import besides itself. `from tracefp4 import __version__` is free."""
