@@ -2,9 +2,9 @@
 
     python examples/gsm8k_style.py [MODEL_DIR]
 
-MODEL_DIR: a Qwen3-MoE or dense Qwen3 checkpoint; left out, a random model of 0.2 million weights takes one short step, which
-shows that everything fits together and solves nothing. Prints what was read, one problem as the policy sees it, how two
-responses to it are scored, and the run folder's figures.
+MODEL_DIR: a Qwen3-MoE or dense Qwen3 checkpoint; left out, a random model of 0.2 million weights takes one short step,
+which shows that everything fits together and solves nothing. Prints what was read, one problem as the policy sees it,
+how two responses to it are scored, and the run folder's figures.
 """
 
 import sys

@@ -2,8 +2,8 @@
 
     python examples/own_loop.py
 
-Each step: prompts to requests, FP4 responses, rewards, update, weights back to the engine. Prints each step's reward and
-the distance between trainer and rollout, with guidance and then without it.
+Each step: prompts to requests, FP4 responses, rewards, update, weights back to the engine. Prints each step's reward
+and the distance between trainer and rollout, with guidance and then without it.
 """
 
 import torch

@@ -2,8 +2,8 @@
 
     python examples/own_model.py [DIR]
 
-Prints the mean reward of the first and the last step (share of digits in a response; a cut-off response scores 0), the
-share of FP4 slots that nearest rounding and guidance get wrong, and checks that plain transformers loads what was saved.
+Prints of each step the mean reward (share of digits in a response; one that was cut off scores 0) and the share of FP4
+slots that differ from the rollout's by nearest rounding and after guidance; plain transformers loads what was saved.
 """
 
 import sys

@@ -2,9 +2,10 @@
 
     python examples/tool_use.py
 
-The policy writes out a sum. Where the result is wrong the environment asks again, up to two more times; what the last turn
-answers is scored. Prints an exchange, how many tokens came from the environment (they have rows and records as a prompt's
-have, and teach nothing), and one training step. The built-in policy has never seen a second turn: expect no good use of it.
+The policy writes out a sum. Where the result is wrong the environment asks again, up to two more times; what the last
+turn answers is scored. Prints an exchange, how many tokens came from the environment (they have rows and records as a
+prompt's have, and teach nothing), and one training step. The built-in policy has never seen a second turn: expect no
+good use of it.
 """
 
 from collections.abc import Sequence
