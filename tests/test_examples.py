@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import runpy
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,6 +87,25 @@ def test_gsm8k_style(printed: str) -> None:
     assert "check math, chosen by the answers" in printed
     assert re.findall(r"^reward (\S+) for", printed, re.M) == ["1.0", "0.0"]
     assert ", 0 dropped; pass rate " in printed
+
+
+def test_the_page_on_the_api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks are one program; the comments on shapes are checked here."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    threads = torch.get_num_threads()
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/api.md").read_text(), re.M | re.S)
+    page: dict[str, Any] = {}
+    exec("\n".join(blocks), page)
+    torch.set_num_threads(threads)
+    blocks_of_x, record = page["blocks"], page["record"]
+    shapes = [tuple(t.shape) for t in (blocks_of_x.codes, blocks_of_x.scales, blocks_of_x.encode_scale, record.payload)]
+    assert shapes == [(5, 32), (5, 4), (5, 1), (5, 9)]
+    assert page["guided"].all()
+    assert page["x_train"].grad.unique().tolist() == [1.0]
+    assert page["final"]["steps"] == 1
+    assert (page["run_dir"] / "mine/config.json").exists()
+    assert page["facts"]["differences"]["fp4"]["minus"] == "bf16"
+    assert 0 < page["metrics"]["mismatch/logprob_abs_diff_mean"] < 0.1
 
 
 def test_every_example_is_tested_short_and_says_how_to_run_it() -> None:
