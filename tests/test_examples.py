@@ -99,7 +99,7 @@ def test_the_page_on_the_api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     torch.set_num_threads(threads)
     blocks_of_x, record = page["blocks"], page["record"]
     shapes = [tuple(t.shape) for t in (blocks_of_x.codes, blocks_of_x.scales, blocks_of_x.encode_scale, record.payload)]
-    assert shapes == [(5, 32), (5, 4), (5, 1), (5, 9)]
+    assert shapes == [(5, 32), (5, 4), (5, 1), (5, 10)]
     assert page["guided"].all()
     assert page["x_train"].grad.unique().tolist() == [1.0]
     assert page["final"]["steps"] == 1
