@@ -180,7 +180,7 @@ def evaluate(
     samples: Annotated[int, typer.Option(metavar="K", help="Responses to each problem.")] = 4,
     k: Annotated[str | None, typer.Option("--k", metavar="1,4", help="k of pass@k; 1 and K unless told.")] = None,
     forms: Annotated[
-        str, typer.Option(metavar="A,B", help="bf16, fp4 (as [quant] says) or methods; differences are to the first.")
+        str, typer.Option(metavar="A,B", help="bf16, fp4 (by quant.*) or methods; differences are to the first.")
     ] = "bf16,fp4",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted evaluation.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the evaluation in the folder.")] = False,
