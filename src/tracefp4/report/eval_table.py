@@ -66,10 +66,7 @@ def caption(facts: dict[str, Any]) -> str:
 
 def _interval(estimate: dict[str, float], signed: bool = False) -> str:
     sign = "+" if signed else ""
-    ends = (
-        f"[{estimate['low']:{sign}.3f},\N{NO-BREAK SPACE}{estimate['high']:{sign}.3f}]"  # folded before it, if at all
-    )
-    return f"{estimate['value']:{sign}.3f} {ends}"
+    return f"{estimate['value']:{sign}.3f} [{estimate['low']:{sign}.3f}, {estimate['high']:{sign}.3f}]"
 
 
 def _percent(share: float) -> str:
