@@ -27,6 +27,7 @@ class MethodSection(StrictModel):
 class RunSection(StrictModel):
     seed: int = Field(default=0, ge=0)
     steps: int = Field(default=2, ge=1)
+    asynchronous: bool = False
 
 
 class FakeConfig(StrictModel):
@@ -84,7 +85,11 @@ def test_train_once(loop: FakeLoop, capsys: pytest.CaptureFixture[str]) -> None:
     assert loop.calls == [
         (FakeConfig(method=MethodSection(name="trace"), run=RunSection(seed=7, steps=1)), Path("out"))
     ]
-    assert json.loads(Path("out/config.json").read_text())["run"] == {"seed": 7, "steps": 1}
+    assert json.loads(Path("out/config.json").read_text())["run"] == {
+        "asynchronous": False,
+        "seed": 7,
+        "steps": 1,
+    }
     assert json.loads(Path("out/final.json").read_text()) == {"reward": 0.5}
     assert capsys.readouterr().out.startswith("out: done in ")
 

@@ -35,9 +35,10 @@ ALLOWED: dict[str, set[str]] = {
     "asynchronous": CORE | {"guidance", "loop", "report", "tasks", "train", "rollout", "saves"},
     "bench": CORE | {"guidance", "nn"},
     "compare": LEAVES | {"report"},
+    "evaluate": CORE | {"guidance", "nn", "rollout", "methods", "tasks", "align", "report", "loop", "saves"},
     "cli": LEAVES
     | {"loop", "asynchronous", "compare", "methods", "train", "report", "formats", "guidance", "recipe", "saves"}
-    | {"guidance_cli"},
+    | {"guidance_cli", "evaluate"},
     "guidance_cli": LEAVES | {"guidance"},
     "__main__": {"cli"},
 }

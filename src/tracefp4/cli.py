@@ -1,4 +1,4 @@
-"""The command line: `tracefp4 train | compare | report | warmstart | methods | plan | guidance`.
+"""The command line: `tracefp4 train | compare | eval | report | warmstart | methods | plan | guidance`.
 
 A user's error is one sentence on standard error and exit code 2; an unexpected exception keeps its traceback.
 Commands import what they run on use, so that `--help` answers at once.
@@ -12,7 +12,7 @@ import sys
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 
 import typer
 
@@ -167,6 +167,61 @@ def compare(
         _exit_stopped(stop, "", again)
 
 
+@app.command("eval")
+def evaluate(
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="A run folder or a TOML recipe.", show_default=False)],
+    overrides: Overrides = None,
+    *,
+    out: Out,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(metavar="best|DIR", help="Other weights than the run's checkpoint/ or the recipe's model.path."),
+    ] = None,
+    problems: Annotated[
+        int | None, typer.Option(metavar="N", help="Held-out problems; run.eval_prompts or 256 unless told.")
+    ] = None,
+    samples: Annotated[int, typer.Option(metavar="K", help="Responses to each problem.")] = 4,
+    k: Annotated[str | None, typer.Option("--k", metavar="1,4", help="k of pass@k; 1 and K unless told.")] = None,
+    forms: Annotated[
+        str, typer.Option(metavar="A,B", help="bf16, fp4 (by quant.*) or methods; differences are to the first.")
+    ] = "bf16,fp4",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted evaluation.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the evaluation in the folder.")] = False,
+) -> None:
+    """Pass rates of a policy on held-out problems in BF16 and in FP4, and their difference."""
+    from tracefp4 import evaluate as evaluation
+
+    _refuse_both(resume, overwrite)
+    names = tuple(name.strip() for name in forms.split(",") if name.strip())
+    request = evaluation.EvalRequest(problems, samples, tuple(parse_numbers("--k", k)) if k is not None else (), names)
+    settings = list(overrides or [])
+    try:
+        with signals.stoppable():
+            config = evaluation.load_target(target, settings, checkpoint)
+            facts = evaluation.evaluate(config, out, request, resume=resume, overwrite=overwrite)
+    except signals.Stopped as stop:
+        asked = {"--out": out, "--checkpoint": checkpoint, "--problems": problems, "--samples": samples, "--k": k}
+        options = [text for name, value in asked.items() if value is not None for text in (name, str(value))]
+        done = ", ".join(f"{count} of {name}" for name, count in evaluation.answered(out, names).items())
+        again = ["eval", target, *settings, *options, "--forms", ",".join(names), "--resume"]
+        _exit_stopped(stop, f" with problems answered: {done}", again)
+    _print_evaluation(facts, out / evaluation.EVAL)
+
+
+def _print_evaluation(facts: dict[str, Any], path: Path) -> None:
+    from rich.console import Console
+
+    from tracefp4.report.eval_table import eval_table
+    from tracefp4.report.table import provenance_lines
+
+    console = Console()
+    if not console.is_terminal:  # rich assumes 80 columns then, which folds the cells
+        console = Console(width=200)
+    console.print(eval_table(facts))
+    for line in [*provenance_lines(facts), f"written: {path}"]:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
 @app.command()
 def report(
     runs: Annotated[
@@ -255,12 +310,17 @@ def _guided_recipes(num_layers: int) -> list[tuple[str, QuantRecipe]]:
 
 def parse_seeds(text: str) -> list[int]:
     """'0,1,2' to numbers; ConfigError for anything else."""
+    return parse_numbers("--seeds", text)
+
+
+def parse_numbers(option: str, text: str) -> list[int]:
+    """'0,1,2' to numbers; ConfigError, naming the option, for anything else."""
     parts = [part.strip() for part in text.split(",")]
     for part in parts:
         if not (part.isascii() and part.isdigit()):
-            raise ConfigError(f"--seeds must be whole numbers joined by commas, such as 0,1,2, got '{text}'")
+            raise ConfigError(f"{option} must be whole numbers joined by commas, such as 0,1,2, got '{text}'")
         if parts.count(part) > 1:
-            raise ConfigError(f"--seeds names {part} twice")
+            raise ConfigError(f"{option} names {part} twice")
     return [int(part) for part in parts]
 
 
@@ -311,7 +371,6 @@ def _train_all(planned: list[tuple[Path, RunConfig]], overwrite: bool, resume: b
 
 def _train_one(run_dir: Path, config: RunConfig, resume: bool) -> bool:
     """Whether the run took all its steps; else a watchdog ended it."""
-    from tracefp4.asynchronous.training import run_asynchronous
     from tracefp4.loop import run_training
     from tracefp4.report import create_run_dir, write_json_atomic
     from tracefp4.report.logger import CONFIG, FINAL, METRICS
@@ -321,6 +380,8 @@ def _train_one(run_dir: Path, config: RunConfig, resume: bool) -> bool:
         (run_dir / FINAL).unlink(missing_ok=True)  # a run that is lengthened
         write_json_atomic(run_dir / CONFIG, resolved(config))
         if config.run.asynchronous:
+            from tracefp4.asynchronous.training import run_asynchronous
+
             final = run_asynchronous(config, run_dir, resume=resume)
         else:
             final = run_training(config, run_dir, resume=resume)

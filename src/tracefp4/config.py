@@ -55,8 +55,11 @@ def default_name(name: str) -> BeforeValidator:
 
 
 def load_config(path: str | Path, overrides: list[str], model: type[Model]) -> Model:
-    """The recipe at `path` with `overrides` applied, validated as `model`; ConfigError says what is wrong."""
-    data = read_toml(Path(path))
+    """The recipe at `path` with `overrides` applied, validated as `model`; ConfigError says what is wrong.
+
+    A file that ends in .json is a run folder's config.json, of which the settings are read again.
+    """
+    data = _read_json(Path(path)) if Path(path).suffix == ".json" else read_toml(Path(path))
     parsed = [(text, *parse_override(text)) for text in overrides]
     for text, keys, value in parsed:
         _apply_override(data, text, keys, value)
@@ -87,6 +90,16 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is {what}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {_toml_problem(str(error), text)}") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({' '.join(str(error).split())})") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} holds no JSON object")
+    return data
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:

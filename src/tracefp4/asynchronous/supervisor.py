@@ -36,8 +36,8 @@ from tracefp4.asynchronous.messages import (
 )
 from tracefp4.errors import TracefpError
 
-STOP_SECONDS = 60.0
-"""How long a child may take to end after it was asked to, a state written included."""
+STOP_SECONDS = 5.0
+"""How long a child may take to end after it was asked to."""
 START_SECONDS = 600.0
 """How long a child may take to say its first word: it imports torch and loads a model."""
 
@@ -74,8 +74,8 @@ class _Child:
     channel: Channel
     heard: float
 
-    def end(self, seconds: float) -> None:
-        """Waits for the process, then ends it."""
+    def end(self, seconds: float | None) -> None:
+        """Waits for the process, with None as long as it takes, then ends it."""
         self.process.join(seconds)
         if self.process.is_alive():
             self.process.kill()
@@ -184,8 +184,11 @@ class Supervisor:
         self._start_trainer()
 
     def _stop_all(self, save: bool) -> None:
-        """Ends both children, by force where a second signal arrives; save: the trainer may write a state first."""
-        children = [(self._rollout, 5.0), (self._trainer, STOP_SECONDS if save else 5.0)]
+        """Ends both children, by force where a second signal arrives.
+
+        save: the trainer may finish its update and write a state first, which takes what it takes.
+        """
+        children = [(self._rollout, STOP_SECONDS), (self._trainer, None if save else STOP_SECONDS)]
         self._tell_rollout(Stop())
         self._tell_trainer(Stop())
         self._trainer = self._rollout = None

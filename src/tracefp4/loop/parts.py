@@ -154,10 +154,11 @@ class Parts:
         return rewards
 
 
-def preflight(config: RunConfig, task: Task | None = None) -> Parts:
+def preflight(config: RunConfig, task: Task | None = None, training: bool = True) -> Parts:
     """Makes all that is cheap and checks the rest, without reading the weights.
 
-    task: one of your own, in place of the one that ``config.task`` names. Raises TracefpError for whatever would stop
+    task: one of your own, in place of the one that ``config.task`` names. training: check the problems too that a run
+    trains and is evaluated on. Raises TracefpError for whatever would stop
     this run at its start.
     """
     if config.run.threads > (os.cpu_count() or 1):
@@ -178,7 +179,8 @@ def preflight(config: RunConfig, task: Task | None = None) -> Parts:
     encoder = make_encoder(tokenizer, config)
     sizes = SaveSizes.of(count_weights(path), getattr(torch, train.dtype).itemsize)
     parts = Parts(config, path, method, rollout, train, tokenizer, encoder, task, hf_config, recipe, sizes)
-    _check_prompts(parts)
+    if training:
+        _check_prompts(parts)
     return parts
 
 

@@ -27,11 +27,16 @@ class Bar(Protocol):
 
 
 @contextmanager
-def progress(total: int, label: str, *, every: int = 10, file: TextIO | None = None) -> Iterator[Bar]:
-    """A bar on `file` (standard error unless told) if that is a terminal, else a line every `every` steps."""
+def progress(
+    total: int, label: str, *, every: int = 10, file: TextIO | None = None, unit: str = "step"
+) -> Iterator[Bar]:
+    """A bar on `file` (standard error unless told) if that is a terminal, else a line every `every` steps.
+
+    unit: what a step is called in such a line.
+    """
     file = file or sys.stderr
     if not file.isatty():
-        yield _Lines(total, label, every, file)
+        yield _Lines(total, label, every, file, unit)
         return
     with Progress(*bar_columns(), console=Console(file=file), transient=True) as display:
         yield _RichBar(display, total, label)
@@ -49,14 +54,14 @@ def bar_columns() -> list[TextColumn | BarColumn | MofNCompleteColumn | TimeRema
 
 
 class _Lines:
-    def __init__(self, total: int, label: str, every: int, file: TextIO) -> None:
-        self.total, self.label, self.every, self.file = total, label, max(1, every), file
+    def __init__(self, total: int, label: str, every: int, file: TextIO, unit: str = "step") -> None:
+        self.total, self.label, self.every, self.file, self.unit = total, label, max(1, every), file, unit
         self.done = 0
 
     def step(self, **figures: float) -> None:
         self.done += 1
         if self.done % self.every == 0 or self.done == self.total:
-            text = f"{self.label}: step {self.done}/{self.total}  {format_figures(figures)}".rstrip()
+            text = f"{self.label}: {self.unit} {self.done}/{self.total}  {format_figures(figures)}".rstrip()
             self.say(text)
 
     def say(self, text: str) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from tracefp4.errors import TracefpError
 from tracefp4.report.logger import CONFIG, FINAL, METRICS, TIMING
 
-RUN = "run.json"
+RUN, EVALUATION = "run.json", "eval.json"
 TIMING_PREFIX = "timing/"
 UNKNOWN = "unknown"
 
@@ -140,6 +140,8 @@ def find_runs(paths: Sequence[str | Path]) -> list[Path]:
         before = len(found)
         found.update(folder.resolve() for folder in _below(root))
         if len(found) == before and not any(f.is_relative_to(root.resolve()) for f in found):
+            if (root / EVALUATION).exists():
+                raise ReportError(f"{root} is an evaluation, whose figures are in its {EVALUATION}: give a run folder")
             raise ReportError(f"no run found in {root}: neither it nor a folder below it holds {METRICS}")
     if not found:
         raise ReportError("no run folder given")
