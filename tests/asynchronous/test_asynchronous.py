@@ -22,10 +22,10 @@ from tracefp4.loop import RunConfig, run_training
 def config(method: str = "trace-all", **sections: dict[str, Any]) -> RunConfig:
     base: dict[str, dict[str, Any]] = {
         "method": {"name": method},
-        "sampling": {"prompts_per_step": 3, "samples_per_prompt": 4, "max_new_tokens": 64},
+        "sampling": {"prompts_per_step": 2, "samples_per_prompt": 4, "max_new_tokens": 56},
         "rollout": {"max_num_seqs": 16, "max_model_len": 96},
         "train": {"updates_per_rollout": 2, "micro_batch_size": 8},
-        "run": {"steps": 5, "tensorboard": False, "asynchronous": True, "state_every": 2, "threads": 1},
+        "run": {"steps": 4, "tensorboard": False, "asynchronous": True, "state_every": 2, "threads": 1},
     }
     for name, section in sections.items():
         base[name] = {**base.get(name, {}), **section}
@@ -38,10 +38,10 @@ def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
 
 def test_a_run_with_lag_learns_from_guided_rows(tmp_path: Path) -> None:
     summary = run_asynchronous(config(run={"eval_prompts": 8, "max_lag": 2}), tmp_path)
-    assert summary["steps"] == 5
+    assert summary["steps"] == 4
     assert 0 <= summary["eval/pass_rate_start"] <= 1
     lines = metrics_of(tmp_path)
-    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
     assert all(line["policy/lag_max"] <= 2 for line in lines)
     assert max(line["policy/lag_max"] for line in lines) > 0
     assert all(line["guidance/guided_share"] == 1.0 for line in lines)
@@ -98,10 +98,10 @@ def kill_when(steps: int, run_dir: Path, name: str, signum: int = signal.SIGKILL
 def test_a_killed_process_is_replaced_and_the_run_ends_whole(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    joined = kill_when(3, tmp_path, name)
-    run_asynchronous(config(run={"steps": 7}), tmp_path)
+    joined = kill_when(2, tmp_path, name)
+    run_asynchronous(config(run={"steps": 5}), tmp_path)
     joined()
-    assert [line["step"] for line in metrics_of(tmp_path)] == list(range(7))
+    assert [line["step"] for line in metrics_of(tmp_path)] == list(range(5))
     assert f"the {name} process was killed by signal 9" in capsys.readouterr().err
     assert all(line["policy/lag_max"] <= 3 for line in metrics_of(tmp_path))
 
