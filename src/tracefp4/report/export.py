@@ -25,6 +25,8 @@ def write_atomic(path: Path, write: Callable[[IO[bytes]], None]) -> None:
     """A reader sees the old file or the whole new one. Makes missing folders. Raises TracefpError if it cannot."""
     if path.is_dir():
         raise ReportError(f"{path} is a folder: give the name of a file to write")
+    if path.exists() and not path.is_file():  # a rename would put the page in the place of a device or a pipe
+        raise ReportError(f"{path} is no regular file: give the name of a file to write")
     ensure_dir(path.parent)
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.")
