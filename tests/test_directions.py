@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "rollout": CORE | {"guidance", "nn"},
     # tasks: the supervised warm start makes its own examples; align: the trainer logs the mismatch figures.
     "train": CORE | {"guidance", "nn", "tasks", "align"},
-    "methods": LEAVES | {"recipe", "nn"},
+    "methods": LEAVES | {"recipe", "nn", "formats"},
     "tasks": LEAVES,
     "align": CORE | {"guidance"},
     "report": LEAVES,

@@ -6,6 +6,7 @@ Commands import what they run on use, so that `--help` answers at once.
 
 from __future__ import annotations
 
+import errno
 import json
 import shlex
 import sys
@@ -35,6 +36,10 @@ app = typer.Typer(
 
 app.add_typer(guidance_app, name="guidance")
 
+_LONGEST_ERROR = 2000
+_REFUSALS = frozenset(
+    getattr(errno, name) for name in ("ENAMETOOLONG", "ELOOP", "ENOSPC", "EROFS", "EDQUOT", "EACCES", "EPERM", "EIO")
+)
 _STOPPED = 3
 _INTERRUPTED = 130
 MODES, SEEDS = "bf16,naive,qat,trace,trace-all", "0,1,2"
@@ -66,6 +71,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         if hasattr(error, "format_message"):  # typer's own, for a command line it cannot read
             if error.format_message():  # empty where no command was given and the help was shown
                 _print_error(f"{error.format_message()} (tracefp4 --help shows the commands)")
+            sys.exit(2)
+        if (refusal := _system_refusal(error)) is not None:
+            _print_error(refusal)
             sys.exit(2)
         raise
     if code == _INTERRUPTED:  # typer's newer versions turn Ctrl-C into this code, older ones into Abort
@@ -105,12 +113,14 @@ def train(
     if end_with_stdin:
         signals.end_with_stdin()
     _refuse_both(resume, overwrite)
+    _refuse_foreign_name(out)
     settings = list(overrides or [])
     if seeds is None:
         planned = [(out, _run_config(recipe, settings))]
     else:
         if any(text.partition("=")[0].strip() == SEED_KEY for text in settings):
             raise ConfigError(f"both --seeds and an override set {SEED_KEY}: leave one out")
+        _refuse_pipe(recipe)
         planned = [
             (out / f"seed{seed}", _run_config(recipe, [*settings, f"{SEED_KEY}={seed}"])) for seed in parse_seeds(seeds)
         ]
@@ -143,6 +153,8 @@ def compare(
     from tracefp4 import compare as comparison
 
     _refuse_both(resume, overwrite)
+    _refuse_foreign_name(out)
+    _refuse_pipe(recipe)
     before = comparison.read_request(out) if resume else {}
     names = [n.strip() for n in modes.split(",") if n.strip()] if modes is not None else before.get("modes")
     numbers = parse_seeds(seeds) if seeds is not None else before.get("seeds")
@@ -241,7 +253,7 @@ def report(
     from tracefp4.report.html import report as write_report
 
     page, *others = write_report(runs, out, png, csv)
-    print(f"written: {page}" + (f" and {len(others)} more" if others else ""))
+    _say(f"written: {page}" + (f" and {len(others)} more" if others else ""))
 
 
 @app.command()
@@ -317,11 +329,13 @@ def parse_numbers(option: str, text: str) -> list[int]:
     """'0,1,2' to numbers; ConfigError, naming the option, for anything else."""
     parts = [part.strip() for part in text.split(",")]
     for part in parts:
-        if not (part.isascii() and part.isdigit()):
+        if not (part.isascii() and part.isdigit() and len(part) <= 40):
             raise ConfigError(f"{option} must be whole numbers joined by commas, such as 0,1,2, got '{text}'")
-        if parts.count(part) > 1:
-            raise ConfigError(f"{option} names {part} twice")
-    return [int(part) for part in parts]
+    numbers = [int(part) for part in parts]
+    for number in numbers:
+        if numbers.count(number) > 1:
+            raise ConfigError(f"{option} names {number} twice")
+    return numbers
 
 
 def _run_config(recipe: str, overrides: list[str]) -> RunConfig:
@@ -333,6 +347,21 @@ def _run_config(recipe: str, overrides: list[str]) -> RunConfig:
 def _refuse_both(resume: bool, overwrite: bool) -> None:
     if resume and overwrite:
         raise ConfigError("--resume goes on with a run and --overwrite removes it: give one of them")
+
+
+def _refuse_pipe(recipe: str) -> None:
+    """A recipe that is read once a run must be there the second time."""
+    path = Path(recipe)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ConfigError(f"{recipe} is no file: it is read anew for each run, so save the recipe to a file first")
+
+
+def _refuse_foreign_name(out: Path) -> None:
+    """The libraries that write a checkpoint take UTF-8 names only, which would show at the end of a run."""
+    try:
+        str(out).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"--out {str(out)!a} is not UTF-8: choose another name") from None
 
 
 def _check_start(planned: list[tuple[RunConfig, Path]], resume: bool) -> None:
@@ -374,11 +403,13 @@ def _train_one(run_dir: Path, config: RunConfig, resume: bool) -> bool:
     from tracefp4.loop import run_training
     from tracefp4.report import create_run_dir, write_json_atomic
     from tracefp4.report.logger import CONFIG, FINAL, METRICS
+    from tracefp4.saves import STATES
 
     started = time.monotonic()
+    had_states = resume and any(run_dir.glob(f"{STATES}/step-*"))
     try:
-        (run_dir / FINAL).unlink(missing_ok=True)  # a run that is lengthened
-        write_json_atomic(run_dir / CONFIG, resolved(config))
+        if not had_states:  # else the run does, once it holds a state
+            write_json_atomic(run_dir / CONFIG, resolved(config))
         if config.run.asynchronous:
             from tracefp4.asynchronous.training import run_asynchronous
 
@@ -387,7 +418,7 @@ def _train_one(run_dir: Path, config: RunConfig, resume: bool) -> bool:
             final = run_training(config, run_dir, resume=resume)
     except BaseException:
         metrics = run_dir / METRICS
-        if not metrics.exists() or not metrics.stat().st_size:
+        if not had_states and (not metrics.exists() or not metrics.stat().st_size):
             with suppress(StorageError):  # the error that stopped the run is the one to report
                 create_run_dir(run_dir, overwrite=True)  # nothing was learned: the same command may try again
         raise
@@ -416,11 +447,24 @@ def _exit_stopped(stop: signals.Stopped, how_far: str, again: list[str]) -> NoRe
 
 
 def _print_error(message: str) -> None:
-    """One line, whatever line breaks the message holds."""
-    _say("error: " + " ".join(message.split()), sys.stderr)
+    """One line that a terminal shows as it is, whatever line breaks and control characters the message holds."""
+    line = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in " ".join(message.split()))
+    _say("error: " + (line if len(line) <= _LONGEST_ERROR else line[:_LONGEST_ERROR] + " ..."), sys.stderr)
+
+
+def _system_refusal(error: Exception) -> str | None:
+    """A sentence where the operating system refuses a path or an output that the user chose; None for a bug."""
+    if not isinstance(error, OSError) or error.errno not in _REFUSALS:
+        return None
+    if error.filename is None:  # writing to what is open already
+        return f"the output cannot be written ({error.strerror})"
+    return f"{error.filename} cannot be used ({error.strerror}): choose another path"
 
 
 def _say(line: str, file: TextIO | None = None) -> None:
-    """A log on a full disk changes neither what a command does nor its exit code."""
+    """A log on a full disk, or of another encoding, changes neither what a command does nor its exit code."""
     with suppress(OSError):
-        print(line, file=file, flush=True)
+        try:
+            print(line, file=file, flush=True)
+        except UnicodeEncodeError:
+            print(line.encode("ascii", "backslashreplace").decode(), file=file, flush=True)

@@ -29,6 +29,7 @@ from tracefp4.errors import TracefpError
 Model = TypeVar("Model", bound=BaseModel)
 Loc = tuple[int | str, ...]
 
+MAX_RECIPE_BYTES = 1 << 20
 _KEY = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 
 
@@ -79,8 +80,10 @@ def load_config(path: str | Path, overrides: list[str], model: type[Model]) -> M
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a TOML file; a missing, unreadable or broken file is a ConfigError."""
     try:
-        text = path.read_text(encoding="utf-8")
-        return tomllib.loads(text)
+        with path.open("rb") as file:
+            data = file.read(MAX_RECIPE_BYTES + 1)
+        text = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+        tables = tomllib.loads(text)
     except FileNotFoundError:
         raise ConfigError(f"there is no recipe at {path}{_nearby_recipe(path)}") from None
     except UnicodeDecodeError:
@@ -90,6 +93,13 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is {what}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {_toml_problem(str(error), text)}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {_too_much(error)}") from None
+    if len(data) > MAX_RECIPE_BYTES:
+        raise ConfigError(f"{path} is larger than {MAX_RECIPE_BYTES >> 20} MiB, so it is no recipe")
+    if not tables:  # an interrupted copy, a pipe read twice: hours of a run that nobody asked for
+        raise ConfigError(f'{path} is empty: set at least one key, such as method.name = "trace"')
+    return tables
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -160,6 +170,13 @@ def _toml_problem(message: str, text: str) -> str:
     return f"line {max(1, len(text.splitlines()))}: {_lower_first(problem)}"
 
 
+def _too_much(error: Exception) -> str:
+    """What Python refuses to parse although it is TOML."""
+    if isinstance(error, RecursionError):
+        return "its brackets are nested too deeply"
+    return "a number has thousands of digits" if "digits" in str(error) else str(error)
+
+
 def _parse_value(text: str, raw: str) -> Any:
     """A TOML value, or the raw text when it is a bare word.
 
@@ -173,6 +190,10 @@ def _parse_value(text: str, raw: str) -> Any:
             return alone["v"]
     except tomllib.TOMLDecodeError:
         pass
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"the override of {text.partition('=')[0].strip()} cannot be read: {_too_much(error)}"
+        ) from None
     if raw[0] in "[{\"'":
         raise ConfigError(f"the value in the override '{text}' is not valid TOML: check its brackets and quotes")
     return raw

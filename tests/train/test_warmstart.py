@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tracefp4.assets import builtin_model_path
 from tracefp4.config import ConfigError, load_config
 from tracefp4.errors import TracefpError
+from tracefp4.files import StorageError
 from tracefp4.tasks import Prompt, build_tokenizer, make_task
 from tracefp4.tasks.running_sums import RunningSums, RunningSumsConfig
 from tracefp4.train import warmstart
@@ -70,7 +71,7 @@ def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr(warmstart, "_write_checkpoint", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(StorageError, match=r"out cannot be written \(disk full\)"):
         run_warmstart(TINY, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 

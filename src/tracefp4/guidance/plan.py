@@ -57,6 +57,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """Name -> the keys of its config.json that sizes depend on."""
 
+LARGEST, MAX_LAYERS = 10**12, 4096
+
 _GATED_ATTENTION = ("qwen3_next", "qwen3_5")
 """Prefixes of model types whose query projection also makes an output gate."""
 
@@ -160,6 +162,8 @@ class _Keys:
         value = self.values[key]
         if not isinstance(value, int) or isinstance(value, bool) or value < (0 if default == 0 else 1):
             raise TracefpError(f"the config of {self.name} has {key} = {value!r}, which is no size")
+        if value > (MAX_LAYERS if key == "num_hidden_layers" else LARGEST):
+            raise TracefpError(f"the config of {self.name} has a {key} beyond any model: give the config of a model")
         return value
 
 
@@ -274,11 +278,12 @@ def plan(
 
     Raises TracefpError for a size that is not positive, or a width that is no whole number of blocks.
     """
-    for option, value in (("context", context), ("trajectories", trajectories), ("link", link), ("disk", disk)):
+    given = {"context": context, "trajectories": trajectories, "link": link, "disk": disk, "memory": memory}
+    for option, value in given.items():
         if not value > 0:
             raise TracefpError(f"--{option} must be greater than 0, got {value:g}")
-    if not memory > 0:
-        raise TracefpError(f"--memory must be greater than 0, got {memory:g}")
+        if value > LARGEST:
+            raise TracefpError(f"--{option} must be at most {LARGEST:g}: no machine holds more")
     guidance = []
     for name, recipe in modes:
         size = guidance_size(shape, recipe)

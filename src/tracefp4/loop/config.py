@@ -37,7 +37,7 @@ class SamplingConfig(StrictModel):
     prompts_per_step: int = Field(16, ge=1)
     samples_per_prompt: int = Field(8, ge=2)
     max_new_tokens: int = Field(96, ge=1)
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=0.01, le=100)
     max_prompt_tokens: int = Field(0, ge=0)
     overlong_prompts: Literal["drop", "truncate", "error"] = "drop"
     chat_template: Literal["auto", "on", "off"] = "auto"

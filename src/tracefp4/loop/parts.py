@@ -16,7 +16,14 @@ from tracefp4.errors import TracefpError
 from tracefp4.guidance.store import GuidanceStore
 from tracefp4.loop.config import RunConfig
 from tracefp4.methods import Method, get_method
-from tracefp4.nn.loading import checkpoint_directory, count_weights, load_policy, read_config, read_tokenizer
+from tracefp4.nn.loading import (
+    check_weights,
+    checkpoint_directory,
+    count_weights,
+    load_policy,
+    read_config,
+    read_tokenizer,
+)
 from tracefp4.recipe import QuantRecipe
 from tracefp4.rollout.engine import RolloutConfig, RolloutEngine
 from tracefp4.rollout.model import ModelShape
@@ -24,6 +31,9 @@ from tracefp4.saves import SaveSizes
 from tracefp4.tasks import Exchanges, Prompt, PromptEncoder, Task, ToolTask, make_task, score_all
 from tracefp4.train.trainer import GRPOTrainer, TrainConfig
 from tracefp4.types import Request, SamplingParams, Trajectory
+
+RESPONSE_BYTES = 4 << 10
+"""Least memory of a request, its sequence and its trajectory, however short."""
 
 
 def model_path(path: str) -> Path:
@@ -177,6 +187,7 @@ def preflight(config: RunConfig, task: Task | None = None, training: bool = True
     ModelShape.from_hf(hf_config)
     recipe = method.recipe(config.quant, hf_config.num_hidden_layers)
     encoder = make_encoder(tokenizer, config)
+    check_weights(path, hf_config)
     sizes = SaveSizes.of(count_weights(path), getattr(torch, train.dtype).itemsize)
     parts = Parts(config, path, method, rollout, train, tokenizer, encoder, task, hf_config, recipe, sizes)
     if training:
@@ -201,6 +212,7 @@ def make_encoder(tokenizer: Any, config: RunConfig) -> PromptEncoder:
 def _check_prompts(parts: Parts) -> None:
     """Whether the task has the problems that the run asks for, and tokenizer and engine take them."""
     config, task = parts.config, parts.task
+    _check_batch(config)
     prompts = _supply("sampling.prompts_per_step", config.sampling.prompts_per_step, lambda n: task.train_prompts(0, n))
     if config.run.eval_prompts:
         prompts = prompts + _supply("run.eval_prompts", config.run.eval_prompts, task.test_prompts)
@@ -209,6 +221,18 @@ def _check_prompts(parts: Parts) -> None:
     engine = RolloutEngine(parts.hf_config, parts.recipe, parts.rollout, device="meta")
     sampling = SamplingParams(max_new_tokens=config.sampling.max_new_tokens)
     engine.add_request(Request("longest", max(encoded, key=len), sampling))
+
+
+def _check_batch(config: RunConfig) -> None:
+    """Refuses a step whose responses alone, without their records, exceed the machine's memory."""
+    s = config.sampling
+    need = s.prompts_per_step * s.samples_per_prompt * RESPONSE_BYTES
+    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if need > have:
+        raise TracefpError(
+            f"{s.prompts_per_step} x {s.samples_per_prompt} responses a step take at least {need / 2**30:.0f} GiB of "
+            f"this machine's {have / 2**30:.0f} GiB: lower sampling.prompts_per_step or sampling.samples_per_prompt"
+        )
 
 
 def _supply(key: str, n: int, supply: Any) -> list[Prompt]:

@@ -20,7 +20,8 @@ from tracefp4.loop.config import RunConfig
 from tracefp4.loop.parts import Parts, preflight
 from tracefp4.loop.training import TrainingRun
 from tracefp4.report import EventLog, RunLogger, progress, read_jsonl, write_json_atomic
-from tracefp4.report.logger import CONFIG, FINAL, METRICS, RUN
+from tracefp4.report.events import events_before
+from tracefp4.report.logger import CONFIG, FINAL, METRICS, RUN, TIMING, steps_before
 from tracefp4.report.provenance import append_resume, checkpoint_fingerprint, provenance
 from tracefp4.saves import CHECKPOINT, STATES, Position, Saves, check_space, space_missing
 from tracefp4.signals import Stopped, release
@@ -37,6 +38,9 @@ FREE_ON_RESUME = frozenset(
     + [f"guidance.{key}" for key in GuidanceStoreConfig.model_fields]
 )
 """Settings that a resumed run may change."""
+
+STATE_FACTS = ("config", "counters", "pass_rate_start", "recipe_hash")
+"""What the state.json of a run holds besides."""
 
 
 class DivergedError(TracefpError, FloatingPointError):
@@ -59,10 +63,19 @@ def check_start(planned: Sequence[tuple[RunConfig, Path]], resume: bool = False)
 
 
 def check_resumable(config: RunConfig, run_dir: Path) -> None:
-    """Raises TracefpError where ``run_dir`` holds a run of other settings, or of more steps than are asked for."""
-    facts = latest_facts(run_dir / STATES)
+    """Raises TracefpError where ``run_dir`` holds a run of other settings, of more steps than are asked for, or one
+    that cannot go on: complete without a state, or with states of which none is whole."""
+    facts = latest_facts(run_dir / STATES, STATE_FACTS)
+    if facts is None and any(run_dir.glob(f"{STATES}/step-*")):
+        raise _no_whole_state(run_dir)
     if facts is None and (run_dir / FINAL).is_file() and (run_dir / CONFIG).is_file():
-        facts = {"config": json.loads((run_dir / CONFIG).read_text(encoding="utf-8")), "step": 0}
+        config_now, final = _read_object(run_dir / CONFIG), _read_object(run_dir / FINAL)
+        if final.get("steps") != config.run.steps:
+            raise TracefpError(
+                f"{run_dir} is complete after {final.get('steps')} steps and has no state to go on from: train into "
+                "another folder, or pass --overwrite to start anew"
+            )
+        facts = {"config": config_now, "step": 0}
     if facts is not None:
         defaults = resolved(RunConfig())
         defaults.pop("task")  # of one task only
@@ -70,6 +83,24 @@ def check_resumable(config: RunConfig, run_dir: Path) -> None:
         done = facts["step"] + bool(facts.get("pending"))
         if done > config.run.steps:
             raise TracefpError(f"{run_dir} has {done} steps already: run.steps {config.run.steps} is too few")
+
+
+def _no_whole_state(run_dir: Path) -> TracefpError:
+    return TracefpError(
+        f"none of the states in {run_dir / STATES} is whole, so the run cannot go on: train into another folder, or "
+        "pass --overwrite to start anew"
+    )
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON file of a run to resume. Raises TracefpError where it is damaged."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TracefpError(f"{path} cannot be read ({error}): mend it, or train into another folder") from None
+    if not isinstance(content, dict) or not isinstance(content.get("resumes", []), list):
+        raise TracefpError(f"{path} is not what a run writes: mend it, or train into another folder")
+    return content
 
 
 def run_training(
@@ -115,6 +146,9 @@ def drive(
 ) -> dict[str, Any]:
     config = run.config
     at = _resume(run, run_dir) if resume else Position()
+    if at.trained:  # not before: what cannot go on stays as it is
+        (run_dir / FINAL).unlink(missing_ok=True)
+        write_json_atomic(run_dir / CONFIG, resolved(config))
     run.begin(resumed=at.trained > 0)
     saves = Saves(run_dir, run.parts.sizes)
     write_run_json(run.parts, run_dir, at)
@@ -212,13 +246,31 @@ def _save_state(run: Steps, run_dir: Path, at: Position) -> None:
 
 
 def _resume(run: Steps, run_dir: Path) -> Position:
-    """Loads the newest state, if there is one."""
-    loaded = load_latest(run_dir / STATES)
+    """Loads the newest state, if there is one. Writes nothing; raises TracefpError where the run cannot go on."""
+    loaded = load_latest(run_dir / STATES, STATE_FACTS)
     if loaded is None:
+        if any(run_dir.glob(f"{STATES}/step-*")):
+            raise _no_whole_state(run_dir)
         return Position()
     tensors, facts = loaded
     check_resumable(run.config, run_dir)
-    run.trainer.load_state(tensors, facts["counters"])
+    if facts["recipe_hash"] != run.parts.recipe.hash:
+        raise TracefpError(
+            f"{run_dir} was written under the recipe hash {facts['recipe_hash']}, the same settings now mean "
+            f"{run.parts.recipe.hash}: go on with the version that its run.json names, or train into another folder"
+        )
+    for name in (METRICS, TIMING):
+        steps_before(run_dir / name, facts["step"])
+    events_before(run_dir, facts["step"])
+    if (run_dir / RUN).is_file():
+        _read_object(run_dir / RUN)
+    try:
+        run.trainer.load_state(tensors, facts["counters"])
+    except KeyError as error:
+        raise TracefpError(
+            f"the newest state in {run_dir / STATES} lacks {error}: go on with the version that its run.json names, or "
+            "train into another folder"
+        ) from None
     pending = facts.get("pending")
     at = Position(facts["step"], facts["pass_rate_start"], tuple(pending) if pending else None)
     at.saved = at.trained
@@ -230,7 +282,7 @@ def write_run_json(parts: Parts, run_dir: Path, at: Position) -> None:
     now = provenance() | {"threads": {"torch": torch.get_num_threads(), "omp": os.environ.get("OMP_NUM_THREADS")}}
     path, config = run_dir / RUN, parts.config
     if at.trained and path.is_file():
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = _read_object(path)
         if changed := append_resume(facts, now, step=at.trained):
             warn(f"{run_dir} goes on with {changed}: its metrics may not be those of an unbroken run")
     else:

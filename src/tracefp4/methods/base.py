@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from tracefp4.config import StrictModel, did_you_mean
 from tracefp4.errors import TracefpError
+from tracefp4.formats import get_format
 from tracefp4.nn import TrainerForward
 from tracefp4.recipe import QuantRecipe, resolve_guided_layers
 
@@ -25,7 +26,14 @@ class QuantConfig(StrictModel):
     activations: str = "nvfp4"
     kv: str = "nvfp4"
     encode_scale: Literal["row", "row-pow2"] = "row-pow2"
-    kv_encode_scale: float = Field(1.0, gt=0)
+    kv_encode_scale: float = Field(1.0, ge=1e-6, le=1e6)
+
+    @field_validator("weights", "activations", "kv")
+    @classmethod
+    def _known_format(cls, name: str) -> str:
+        if name != "none":
+            get_format(name)  # raises by name
+        return name
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
@@ -25,6 +24,7 @@ from tracefp4.nn.prepare import SUPPORTED_MODEL_TYPES
 
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ACCEPTED_DTYPES = ("BF16", "F32")
+MAX_LAYERS = 4096
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.(?:gate|up|down)_proj\.weight")
 
@@ -41,6 +41,8 @@ class StoredTensor:
 def checkpoint_directory(path: str) -> Path:
     """``model.path`` as a directory that holds a config.json. Raises TracefpError saying what is there instead."""
     directory = Path(path)
+    if not path.strip():
+        raise TracefpError("model.path is empty: give a local Hugging Face checkpoint directory")
     if directory.is_file():
         raise TracefpError(f"model.path {path} is a file; give the Hugging Face checkpoint directory that holds it")
     if not directory.exists():
@@ -61,6 +63,9 @@ def read_config(directory: Path) -> PreTrainedConfig:
     weights."""
     file = directory / "config.json"
     raw = _read_json(file)
+    layers = raw.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > MAX_LAYERS:  # transformers makes a list of as many
+        raise TracefpError(f"{file}: num_hidden_layers {layers} is beyond any model ({MAX_LAYERS}); fetch it again")
     model_type = raw.get("model_type")
     if model_type not in SUPPORTED_MODEL_TYPES:
         raise TracefpError(
@@ -76,7 +81,7 @@ def read_config(directory: Path) -> PreTrainedConfig:
         )
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
+    except Exception as error:  # its validators raise whatever a wrong value meets
         raise TracefpError(f"{file} is no valid {model_type} config: {_one_line(error)}") from error
     _check_sizes(file, config)
     return config
@@ -90,8 +95,10 @@ def read_tokenizer(path: Path, hf_config: Any) -> Any:
     disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise TracefpError(f"the tokenizer in {path} cannot be read: {error}") from error
+    except Exception as error:  # tokenizers raises plain Exception, transformers KeyError and others
+        raise TracefpError(
+            f"the tokenizer in {path} cannot be read ({type(error).__name__}: {_one_line(error)}); fetch it again"
+        ) from error
     for name in ("pad_token_id", "eos_token_id"):
         if getattr(tokenizer, name) is None:
             raise TracefpError(f"the tokenizer in {path} has no {name}; set one in its tokenizer_config.json")
@@ -105,6 +112,11 @@ def read_tokenizer(path: Path, hf_config: Any) -> Any:
 def count_weights(directory: Path) -> int:
     """Number of weights (elements of all stored tensors), from the headers alone. Raises TracefpError as they do."""
     return sum(math.prod(t.shape) for t in read_headers(directory).values())
+
+
+def check_weights(directory: Path, config: PreTrainedConfig) -> None:
+    """Raises TracefpError where the headers show weights that are not those of ``config``, as ``load_policy`` does."""
+    _check_tensors(directory, config, read_headers(directory))
 
 
 def load_policy(path: Path, dtype: str) -> PreTrainedModel:
@@ -186,6 +198,9 @@ def _check_tensors(directory: Path, config: PreTrainedConfig, stored: dict[str, 
                 f"{t.file}: tensor {name} is stored as {t.dtype}; BF16 and F32 are accepted, so convert the checkpoint "
                 "first"
             )
+    deepest = f"model.layers.{config.num_hidden_layers - 1}.input_layernorm.weight"
+    if deepest not in stored:  # before a model of as many layers is laid out
+        raise TracefpError(f"checkpoint {directory} lacks weight {deepest}, though its config counts that layer")
     expected = _expected_shapes(config, stored)
     missing = [name for name in expected if name not in stored]
     if missing:
@@ -229,9 +244,16 @@ def _check_sizes(file: Path, config: Any) -> None:
     routed = config.model_type == "qwen3_moe" and config.num_experts != 0
     if routed:
         fields += ["num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"]
+    if getattr(config, "head_dim", None) is not None:
+        fields.append("head_dim")
     for field in fields:
         if not (isinstance(getattr(config, field), int) and getattr(config, field) > 0):
             raise TracefpError(f"{file}: {field} must be a positive integer, got {getattr(config, field)!r}")
+    pad = config.pad_token_id
+    if pad is not None and not 0 <= pad < config.vocab_size:
+        raise TracefpError(f"{file}: pad_token_id {pad} is outside the vocabulary of {config.vocab_size}")
+    if not (math.isfinite(config.rms_norm_eps) and config.rms_norm_eps > 0):
+        raise TracefpError(f"{file}: rms_norm_eps must be a positive number, got {config.rms_norm_eps!r}")
     pairs = [
         ("num_attention_heads", "num_key_value_heads", config.num_attention_heads % config.num_key_value_heads == 0)
     ]

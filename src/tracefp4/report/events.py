@@ -26,22 +26,25 @@ class EventLog:
 
     def __init__(self, run_dir: str | Path, first_step: int = 0) -> None:
         self.path = Path(run_dir) / EVENTS
-        write_text_atomic(self.path, "".join(_lines_before(self.path, first_step)))
+        write_text_atomic(self.path, "".join(events_before(run_dir, first_step)))
 
     def write(self, event: Mapping[str, Any]) -> None:
         """event: plain JSON values, its step among them."""
         append_text(self.path, json.dumps(event, sort_keys=True, allow_nan=False) + "\n")
 
 
-def _lines_before(path: Path, step: int) -> list[str]:
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if step and path.exists() else []
+def events_before(run_dir: str | Path, step: int) -> list[str]:
+    """The lines of events before ``step``. Raises RunFolderError for a whole line that is no event."""
+    path = Path(run_dir) / EVENTS
+    try:
+        data = path.read_bytes() if step and path.exists() else b""
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be read ({error.strerror}): mend or remove it") from None
     kept = []
-    for number, line in enumerate(lines, start=1):
-        if number == len(lines) and not line.endswith("\n"):
-            break
+    for number, raw in enumerate(data.split(b"\n")[:-1], start=1):
         try:
-            if json.loads(line)["step"] < step:
-                kept.append(line)
+            if json.loads(raw)["step"] < step:
+                kept.append(raw.decode() + "\n")
         except (ValueError, KeyError, TypeError):
             raise RunFolderError(f"line {number} of {path} is no event: mend or remove that file") from None
     return kept

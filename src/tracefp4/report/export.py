@@ -21,10 +21,17 @@ from tracefp4.report.svg import figure_axes
 CSV_COLUMNS = ("run", "method", "seed", "step", "metric", "value")
 
 
-def write_atomic(path: Path, write: Callable[[IO[bytes]], None]) -> None:
-    """A reader sees the old file or the whole new one. Makes missing folders. Raises TracefpError if it cannot."""
+def check_target(path: Path) -> None:
+    """Raises ReportError where ``path`` is there and no file that could be replaced."""
     if path.is_dir():
         raise ReportError(f"{path} is a folder: give the name of a file to write")
+    if path.exists() and not path.is_file():  # a rename would put the page in the place of a device or a pipe
+        raise ReportError(f"{path} is no regular file: give the name of a file to write")
+
+
+def write_atomic(path: Path, write: Callable[[IO[bytes]], None]) -> None:
+    """A reader sees the old file or the whole new one. Makes missing folders. Raises TracefpError if it cannot."""
+    check_target(path)
     ensure_dir(path.parent)
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.")

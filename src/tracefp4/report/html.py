@@ -11,7 +11,7 @@ from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup
 
 from tracefp4 import __version__
-from tracefp4.report.export import write_atomic, write_csv, write_pngs
+from tracefp4.report.export import check_target, write_atomic, write_csv, write_pngs
 from tracefp4.report.figures import FigureSection, build_sections
 from tracefp4.report.findings import CHECKS, findings
 from tracefp4.report.logger import ensure_dir
@@ -41,9 +41,12 @@ def report(
     page = render(groups, sections).encode("utf-8")
     target = Path(out) if out is not None else Path(paths[0] if len(paths) == 1 else ".") / REPORT
 
-    for folder in (None if png is None else Path(png), None if csv is None else Path(csv).parent):
-        if folder is not None:  # before the page is written: all targets or none
-            ensure_dir(folder)
+    check_target(target)  # all of them before the page is written: all targets or none
+    if csv is not None:
+        check_target(Path(csv))
+        ensure_dir(Path(csv).parent)
+    if png is not None:
+        ensure_dir(Path(png))
 
     def write(file: IO[bytes]) -> None:
         file.write(page)

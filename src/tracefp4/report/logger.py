@@ -100,7 +100,8 @@ class RunLogger:
         ensure_dir(self.run_dir)
         if first_step:
             for name in (METRICS, TIMING):
-                _keep_steps_before(self.run_dir / name, first_step)
+                path = self.run_dir / name
+                write_text_atomic(path, "".join(steps_before(path, first_step)))
         elif metrics.exists() and metrics.stat().st_size:
             raise RunFolderError(f"{metrics} is of another run: choose another folder with --out or pass --overwrite")
         for name in (METRICS, TIMING):
@@ -190,7 +191,7 @@ def is_complete(run_dir: Path, steps: int | None) -> bool:
         final = json.loads((run_dir / FINAL).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return steps is not None and final.get("steps") == steps
+    return steps is not None and isinstance(final, dict) and final.get("steps") == steps
 
 
 def _plain(value: Any) -> Any:
@@ -210,17 +211,23 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
-def _keep_steps_before(path: Path, step: int) -> None:
-    """Rewrites a metrics or timing file with the lines of steps 0..step-1; RunFolderError where one is missing."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    kept = lines[:step]
-    for index, line in enumerate(kept):
-        if not line.endswith("\n") or json.loads(line)["step"] != index:
-            kept = kept[:index]
+def steps_before(path: Path, step: int) -> list[str]:
+    """The lines of steps 0..step-1 of a metrics or timing file. Raises RunFolderError where one is missing."""
+    lines: list[str] = []
+    try:
+        data = path.read_bytes() if path.exists() else b""
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be read ({error.strerror}): start the run anew") from None
+    for raw in data.split(b"\n")[:-1][:step]:
+        try:
+            if json.loads(raw)["step"] != len(lines):
+                break
+            lines.append(raw.decode() + "\n")
+        except (ValueError, KeyError, TypeError, RecursionError):
             break
-    if len(kept) < step:
-        raise RunFolderError(f"{path} lacks step {len(kept)}, so the run cannot go on from step {step}: start it anew")
-    write_text_atomic(path, "".join(kept))
+    if len(lines) < step:
+        raise RunFolderError(f"{path} lacks step {len(lines)}, so the run cannot go on from step {step}: start it anew")
+    return lines
 
 
 def _summary_writer(run_dir: Path, first_step: int) -> Any:

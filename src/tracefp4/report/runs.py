@@ -175,13 +175,13 @@ def read_series(path: Path, prefix: str, notices: list[str]) -> dict[str, Series
             break  # the end of the last line
         try:
             line = json.loads(raw)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if number == len(lines):  # no line break follows: the writer was stopped in the middle, or is at it
                 notices.append(f"{path.name} ends in the middle of line {number}, which is left out")
                 break
             raise ReportError(f"{path} line {number} is no JSON object ({error})") from None
         step = line.pop("step", None) if isinstance(line, dict) else None
-        if type(step) is not int or step < 0:
+        if type(step) is not int or not 0 <= step < 2**63:
             raise ReportError(f"{path} line {number} is no JSON object with a whole number as step")
         if step <= last:
             raise ReportError(f"{path} line {number} is of step {step}, but follows step {last}: steps must rise")
@@ -264,7 +264,7 @@ def _read_object(path: Path) -> dict[str, Any]:
         return {}
     except OSError as error:
         raise ReportError(f"{path} cannot be read ({error.strerror})") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ReportError(f"{path} is not valid JSON ({error})") from None
     if not isinstance(content, dict):
         raise ReportError(f"{path} holds no JSON object")

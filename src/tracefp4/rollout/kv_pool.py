@@ -75,7 +75,7 @@ class QuantizedKVPool(KVPool):
         if head_dim % self.format.block_size:
             raise TracefpError(
                 f"head_dim {head_dim} is not a multiple of the {format_name} block of {self.format.block_size}; "
-                "set the recipe's kv format to none for this model"
+                'set quant.kv="none" for this model'
             )
         self.heads, self.head_dim = heads, head_dim
         width = heads * head_dim

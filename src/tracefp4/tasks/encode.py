@@ -120,13 +120,11 @@ class PromptEncoder:
         raise TracefpError(f'{problems[-1]}; set sampling.chat_template = "off" or mend the tokenizer\'s template')
 
     def _render(self, messages: Sequence[Message], generate: bool, prompt: Prompt) -> str:
-        from jinja2 import TemplateError
-
         try:
             return str(
                 self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=generate, tokenize=False)
             )
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
+        except Exception as error:  # a template is a program: it may divide by zero
             reason = " ".join(str(error).split())
             roles = ", ".join(message["role"] for message in messages)
             raise TracefpError(

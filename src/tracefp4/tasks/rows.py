@@ -36,6 +36,8 @@ def read_rows(path: Path, key: str) -> list[Row]:
         raise TracefpError(f"{key} {path} is a directory; name a file in it")
     if not path.exists():
         raise TracefpError(f"{key} {path} does not exist (relative paths start at {Path.cwd()})")
+    if not path.is_file():  # a pipe could be read once only, and a run reads its task again when it is resumed
+        raise TracefpError(f"{key} {path} is no regular file; save the rows to one")
     reader = next((READERS[suffix] for suffix in SUFFIXES if path.name.lower().endswith(suffix)), None)
     if reader is None:
         raise TracefpError(f"{key} {path} must be a file that ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
@@ -69,7 +71,9 @@ def _json_lines(path: Path, data: bytes) -> list[Row]:
         except (ValueError, RecursionError) as error:
             if not rows and line.lstrip().startswith("["):
                 raise TracefpError(f"{path} is one JSON array; write one object a line instead") from None
-            reason = getattr(error, "msg", "nested too deeply").lower()
+            reason = getattr(error, "msg", str(error)).lower()
+            if not isinstance(error, json.JSONDecodeError):
+                reason = "nested too deeply" if isinstance(error, RecursionError) else "a number of thousands of digits"
             raise TracefpError(f"{where} is no valid JSON: {reason} at column {getattr(error, 'colno', 1)}") from None
         if not isinstance(values, dict):
             hint = "; write one object a line" if isinstance(values, list) else ""

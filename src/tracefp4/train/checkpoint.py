@@ -12,15 +12,16 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tracefp4.errors import TracefpError
-from tracefp4.files import replaced_dir, storage_errors
+from tracefp4.files import replaced_dir, storage_errors, warn
 
 TENSORS, FACTS = "state.safetensors", "state.json"
 
@@ -44,28 +45,55 @@ def save_state(states_dir: Path, step: int, tensors: dict[str, Tensor], facts: d
     return target
 
 
-def load_latest(states_dir: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """(tensors, facts) of the newest whole state, or None where there is none. Warns of each damaged one."""
+def load_latest(states_dir: Path, required: Sequence[str] = ()) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """(tensors, facts) of the newest whole state, or None where there is none. Warns of each damaged one.
+
+    required: facts without which a state counts as damaged.
+    """
     for directory in _states(states_dir):
         try:
-            facts: dict[str, Any] = json.loads((directory / FACTS).read_text(encoding="utf-8"))
+            facts = _read_facts(directory, required)
             if _sha256(directory / TENSORS) != facts["sha256"]:
                 raise ValueError("its tensors do not match their hash")
             return load_file(directory / TENSORS), facts
-        except (OSError, ValueError, KeyError) as error:
-            warnings.warn(f"{directory} is damaged and passed over: {error}", RuntimeWarning, stacklevel=2)
+        except (OSError, ValueError, SafetensorError) as error:
+            warn(f"{directory} is damaged and passed over: {error}")
     return None
 
 
-def latest_facts(states_dir: Path) -> dict[str, Any] | None:
+def latest_facts(states_dir: Path, required: Sequence[str] = ()) -> dict[str, Any] | None:
     """The facts of the newest state whose facts can be read, its tensors unread; None where there is none."""
     for directory in _states(states_dir):
         try:
-            facts: dict[str, Any] = json.loads((directory / FACTS).read_text(encoding="utf-8"))
-            return facts
+            return _read_facts(directory, required)
         except (OSError, ValueError):
             continue
     return None
+
+
+def _read_facts(directory: Path, required: Sequence[str]) -> dict[str, Any]:
+    """A state.json. Raises ValueError where it lacks what a state has, or one of ``required``."""
+    facts = json.loads((directory / FACTS).read_text(encoding="utf-8"))
+    if not isinstance(facts, dict):
+        raise ValueError(f"{FACTS} holds no JSON object")
+    kinds: dict[str, type | tuple[type, ...]] = {
+        "step": int,
+        "sha256": str,
+        "config": dict,
+        "counters": dict,
+        "pass_rate_start": (float, int, type(None)),
+        "pending": (list, type(None)),
+    }
+    for key, kind in kinds.items():
+        if key in facts and not isinstance(facts[key], kind):
+            raise ValueError(f"{key} in {FACTS} is {type(facts[key]).__name__}")
+    if missing := [key for key in ("step", "sha256", *required) if key not in facts]:
+        raise ValueError(f"{FACTS} lacks {missing[0]}")
+    if facts["step"] < 0:
+        raise ValueError(f"step in {FACTS} is {facts['step']}")
+    if not all(isinstance(section, dict) for section in facts.get("config", {}).values()):
+        raise ValueError(f"config in {FACTS} holds more than sections")
+    return facts
 
 
 def check_config(
@@ -77,12 +105,19 @@ def check_config(
     """
     for section in sorted({*stored, *given}):
         a, b = {**(defaults or {}).get(section, {}), **stored.get(section, {})}, given.get(section, {})
-        for key in sorted({*a, *b}):
-            if f"{section}.{key}" not in free and a.get(key) != b.get(key):
+        for key in sorted({*a, *b}, key=lambda key: (key != "name", key)):  # another name brings other keys
+            if f"{section}.{key}" in free or a.get(key) == b.get(key):
+                continue
+            if key not in a or key not in b:
+                which = "a newer" if key in a else "an older"
                 raise TracefpError(
-                    f"the run to resume has {section}.{key} = {a.get(key)!r}, the recipe now says {b.get(key)!r}: "
-                    "set it back, or train into another folder"
+                    f"the run to resume is of {which} version, which {'has' if key in a else 'lacks'} the setting "
+                    f"{section}.{key}: go on with the version that its run.json names, or train into another folder"
                 )
+            raise TracefpError(
+                f"the run to resume has {section}.{key} = {a.get(key)!r}, the recipe now says {b.get(key)!r}: "
+                "set it back, or train into another folder"
+            )
 
 
 def _states(states_dir: Path) -> list[Path]:

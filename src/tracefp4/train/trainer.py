@@ -41,20 +41,20 @@ class TrainConfig(StrictModel):
     """
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    lr: float = Field(5e-5, gt=0)
+    lr: float = Field(5e-5, gt=0, le=1)
     betas: tuple[Beta, Beta] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
+    eps: float = Field(1e-8, ge=1e-20, le=1)
+    weight_decay: float = Field(0.0, ge=0, le=10)
     grad_clip: float = Field(1.0, gt=0)
     warmup_steps: int = Field(0, ge=0)
     updates_per_rollout: int = Field(4, ge=1)
     micro_batch_size: int = Field(32, ge=1)
     micro_batch_tokens: int = Field(0, ge=0)
     clip_low: float = Field(0.2, gt=0, lt=1)
-    clip_high: float = Field(0.28, gt=0)
-    tis_cap: float = Field(5.0, ge=1)
+    clip_high: float = Field(0.28, gt=0, le=1e6)
+    tis_cap: float = Field(5.0, ge=1, le=1e6)
     old_logprob: Literal["recompute", "bypass"] = "recompute"
-    max_version_diff: int = Field(3, ge=0)
+    max_version_diff: int = Field(3, ge=0, lt=2**30)
     decode: Literal["forward", "once"] = "forward"
     gradient_checkpointing: bool = False
     advantage_eps: float = Field(1e-6, gt=0)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
-import shutil
 import sys
 import tempfile
 import time
@@ -22,11 +22,12 @@ from typing import Any, Self
 
 import torch
 import transformers
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from transformers import PreTrainedTokenizerBase, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tracefp4.config import load_config
+from tracefp4.config import StrictModel, load_config
 from tracefp4.errors import TracefpError
+from tracefp4.files import replaced_dir
 from tracefp4.tasks import Prompt, SolvedTask, Task, build_tokenizer, make_task
 from tracefp4.tasks.running_sums import WARMSTART_FIRST_STEP, RunningSums, RunningSumsConfig
 
@@ -34,20 +35,18 @@ IGNORED_LABEL = -100
 MAX_NEW_TOKENS = 96
 
 
-class ModelConfig(BaseModel):
+class ModelConfig(StrictModel):
     """Shape of the Qwen3-MoE policy. Widths are multiples of 16: every row splits into NVFP4 blocks."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    vocab_size: int = Field(default=32, ge=32, multiple_of=16)
-    hidden_size: int = Field(default=128, ge=16, multiple_of=16)
-    num_layers: int = Field(default=4, ge=1)
-    num_heads: int = Field(default=4, ge=1)
+    vocab_size: int = Field(default=32, ge=32, le=2**20, multiple_of=16)
+    hidden_size: int = Field(default=128, ge=16, le=2**14, multiple_of=16)
+    num_layers: int = Field(default=4, ge=1, le=256)
+    num_heads: int = Field(default=4, ge=1, le=1024)
     num_kv_heads: int = Field(default=2, ge=1)
-    head_dim: int = Field(default=32, ge=16, multiple_of=16)
-    num_experts: int = Field(default=8, ge=1)
+    head_dim: int = Field(default=32, ge=16, le=1024, multiple_of=16)
+    num_experts: int = Field(default=8, ge=1, le=1024)
     num_experts_per_token: int = Field(default=2, ge=1)
-    moe_intermediate_size: int = Field(default=64, ge=16, multiple_of=16)
+    moe_intermediate_size: int = Field(default=64, ge=16, le=2**14, multiple_of=16)
     max_position_embeddings: int = Field(default=512, ge=64)
     initializer_range: float = Field(default=0.05, gt=0)
 
@@ -60,14 +59,12 @@ class ModelConfig(BaseModel):
         return self
 
 
-class OptimizerConfig(BaseModel):
+class OptimizerConfig(StrictModel):
     """AdamW on FP32 parameters, linear warm-up, then a constant rate: the stop rule ends the run."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    batch_size: int = Field(default=32, ge=1)
-    learning_rate: float = Field(default=2e-3, gt=0)
-    weight_decay: float = Field(default=0.01, ge=0)
+    batch_size: int = Field(default=32, ge=1, le=2**16)
+    learning_rate: float = Field(default=2e-3, gt=0, le=1)
+    weight_decay: float = Field(default=0.01, ge=0, le=10)
     beta2: float = Field(default=0.98, gt=0, lt=1)
     max_grad_norm: float = Field(default=1.0, gt=0)
     warmup_steps: int = Field(default=100, ge=0)
@@ -90,10 +87,8 @@ class OptimizerConfig(BaseModel):
     )
 
 
-class StopConfig(BaseModel):
+class StopConfig(StrictModel):
     """The band of sampled held-out pass rate (temperature 1.0) in which the warm start ends."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     pass_rate_low: float = Field(default=0.30, ge=0, le=1)
     pass_rate_high: float = Field(default=0.45, ge=0, le=1)
@@ -107,10 +102,8 @@ class StopConfig(BaseModel):
         return self
 
 
-class WarmstartConfig(BaseModel):
+class WarmstartConfig(StrictModel):
     """All that determines the checkpoint, up to the order of floating-point sums (threads, machine)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     seed: int = Field(default=0, ge=0, lt=2**31)
     threads: int = Field(default=1, ge=1)
@@ -372,7 +365,7 @@ def run_warmstart(config: WarmstartConfig, out_dir: Path, require_band: bool = T
             never fell in the band within ``max_steps``.
         ValueError: the task's name or its ranges are unusable.
     """
-    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+    if os.path.lexists(out_dir) and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise WarmstartError(f"{out_dir} exists and is not an empty directory: choose another or remove it")
     try:
         # Minutes of training follow: a folder that cannot be written must show now.
@@ -381,6 +374,8 @@ def run_warmstart(config: WarmstartConfig, out_dir: Path, require_band: bool = T
             pass
     except OSError as error:
         raise WarmstartError(f"{out_dir.parent} cannot be written ({error.strerror}): choose another folder") from error
+    if config.threads > (os.cpu_count() or 1):
+        raise WarmstartError(f"threads {config.threads} exceeds this machine's {os.cpu_count()} cores")
     task = make_task(config.task)
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
@@ -393,18 +388,10 @@ def run_warmstart(config: WarmstartConfig, out_dir: Path, require_band: bool = T
             f"[{config.stop.pass_rate_low}, {config.stop.pass_rate_high}]; "
             "raise optimizer.max_steps or ease the task"
         )
-    staging = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}-", dir=out_dir.parent))
-    try:
+    with replaced_dir(out_dir) as staging:
         record = _write_checkpoint(staging, model, tokenizer, task, config, outcome)
-        staging.chmod(0o755)  # mkdtemp and safetensors make theirs private to the user
         for path in staging.iterdir():
-            path.chmod(0o644)
-        if out_dir.exists():
-            out_dir.rmdir()
-        staging.rename(out_dir)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
+            path.chmod(0o644)  # safetensors makes its own private to the user
     return record
 
 
