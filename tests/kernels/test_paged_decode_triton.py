@@ -109,7 +109,8 @@ def test_a_word_unpacks_to_every_code() -> None:
     rows, scales = (t.cpu() for t in args["cache"].to_slots())
     rows[0], scales[0] = 0xFF, 0x38
     rows[0, slots] = 0x77
-    for shift in range(8):  # every code passes through every place of its word
+    # Every code passes through every place of its word; the slow interpreter, which has no PTX, takes two of them.
+    for shift in range(8) if DEVICE == "cuda" else (0, 3):
         rolled = torch.roll(get_format("nvfp4").dequantize(_blocks(codes), torch.float32), shift, dims=-1)
         blocks = get_format("nvfp4").quantize(rolled * 2.0**shift, encode_scale=torch.tensor(1.0))
         rows[1, slots], scales[1, slots] = blocks.codes, blocks.scales

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tracefp4.formats import QuantizedBlocks, get_format
 from tracefp4.kernels.grouped_experts.packed import PackedExperts
+from tracefp4.kernels.triton_layout import require_pairs
 from tracefp4.kernels.triton_math import (
     IEEE,
     block_amax,
@@ -360,10 +361,11 @@ def products(
     launch = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if isinstance(weights, PackedExperts):
         assert fp4
-        _products_fp4[grid](
+        kernel = _products_fp4[grid](
             rows, factor, weights.words, weights.scales.view(torch.int16), weights.epilogue, out, *routing.tensors,
             ASM=config.asm, **common, **launch,
         )  # fmt: skip
+        require_pairs(kernel)
     else:
         _products_dense[grid](rows, weights, out, *routing.tensors, BI=config.dense_inner, **common, **launch)
     return out

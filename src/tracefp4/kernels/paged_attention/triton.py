@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tracefp4.kernels.paged_attention.cache import PagedCache
+from tracefp4.kernels.triton_layout import require_pairs
 from tracefp4.kernels.triton_math import dot, from_bf16, to_bf16
 from tracefp4.kernels.triton_unpack import VALUE_EXPONENT, block_scales, spread, spread_columns, token_scales, unpack
 
@@ -369,11 +370,12 @@ def paged_decode(
         assert cache.k_scales is not None
         assert cache.v_scales is not None
         scale = scaling * cache.k_epilogue * log2e * 2.0**VALUE_EXPONENT
-        _attend_fp4[grid](
+        kernel = _attend_fp4[grid](
             q_BHD, cache.k, cache.v, cache.k_scales.view(torch.int16), cache.v_scales.view(torch.int16), tables_BP,
             lengths_B, partial, lse, scale, tables_BP.stride(0), splits, ASM=config.asm,
             MOVE=config.asm and config.move and config.num_warps == 1 and rp == 8, **common, **launch,
         )  # fmt: skip
+        require_pairs(kernel)
     else:
         scale = scaling * cache.k_epilogue * log2e
         _attend_dense[grid](
