@@ -97,15 +97,22 @@ def test_subnormal_scales_count() -> None:
 
 
 def test_a_word_unpacks_to_every_code() -> None:
-    """Each of a word's eight places with each code, through the kernel: one key of ones, one value row."""
-    D = 128
-    codes = torch.arange(16 * 16, dtype=torch.uint8).view(4, 64)  # all pairs of codes: 4 rows of 128 values
-    args = problem([1, 1, 1, 1], 1, 1, D, 16, fp4=True, scale=1.0)
-    slots = args["block_tables_BP"][:, 0].long().cpu() * 16
+    """Each of a word's eight places with each code, in each place of a tile, through the kernel.
+
+    All tokens but one have keys of -6 each, and so a weight of 0; the output is that one's value row.
+    """
+    D, n = 128, 16
+    codes = torch.arange(16 * 16, dtype=torch.uint8).view(4, 64).repeat(4, 1)  # all pairs of codes in 4 rows of 128
+    args = problem([n] * n, 1, 1, D, n, fp4=True, scale=1.0)
+    args["q_BHD"].fill_(1.0)
+    slots = args["block_tables_BP"][:, 0].long().cpu() * n + torch.arange(n)
     rows, scales = (t.cpu() for t in args["cache"].to_slots())
-    for shift in range(8):  # every code passes through every place of its word
+    rows[0], scales[0] = 0xFF, 0x38
+    rows[0, slots] = 0x77
+    # Every code passes through every place of its word; the slow interpreter, which has no PTX, takes two of them.
+    for shift in range(8) if DEVICE == "cuda" else (0, 3):
         rolled = torch.roll(get_format("nvfp4").dequantize(_blocks(codes), torch.float32), shift, dims=-1)
-        blocks = get_format("nvfp4").quantize(rolled, encode_scale=torch.tensor(1.0))
+        blocks = get_format("nvfp4").quantize(rolled * 2.0**shift, encode_scale=torch.tensor(1.0))
         rows[1, slots], scales[1, slots] = blocks.codes, blocks.scales
         cache = PagedCache.from_slots(rows, scales, 1, 16)
         args["cache"] = PagedCache(*(t.to(DEVICE) for t in cache.tensors))

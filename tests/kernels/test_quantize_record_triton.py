@@ -97,7 +97,7 @@ def test_the_record_is_the_codec_s(K: int, backend: str, bits: float) -> None:
     assert scale[untouched].isnan().all()
 
 
-@pytest.mark.parametrize(("G", "D", "page"), [(1, 16, 16), (2, 64, 48), (3, 128, 16)])
+@pytest.mark.parametrize(("G", "D", "page"), [(1, 32, 16), (2, 64, 48), (3, 128, 16)])
 @pytest.mark.parametrize("format", FORMATS)
 def test_kv_lands_in_its_slots(format: str, G: int, D: int, page: int) -> None:
     g = torch.Generator().manual_seed(D)

@@ -60,20 +60,24 @@ def run(inputs: Inputs, config: Any = None) -> Tensor:
 
 
 def check(inputs: Inputs, config: Any = None) -> str:
-    """Against the torch reference in FP32, sequence by sequence; bound as in the tests: 3 * 2^-9 max|v|."""
+    """Against the torch reference in FP32, sequence by sequence; bounds: 3 * 2^-9 max|v| as in the tests, and 2^-7 of
+    a head's norm, which long contexts need: their outputs are far smaller than v."""
     inputs["q_BHD"].normal_()
     out = run(inputs, config).float()
-    worst = 0.0
+    worst, relative = 0.0, 0.0
     for b in sorted({0, len(out) // 2, len(out) - 1}):
         n = int(inputs["lengths_B"][b])
         pages = -(-n // inputs["cache"].page_size)
         one = {k: v[b : b + 1] if k in ("q_BHD", "block_tables_BP", "lengths_B") else v for k, v in inputs.items()}
         one["block_tables_BP"] = one["block_tables_BP"][:, :pages]
         exact = paged_decode(**one | {"q_BHD": one["q_BHD"].float()}, backend="torch")
-        worst = max(worst, float((out[b : b + 1] - exact).abs().nan_to_num(torch.inf).max()))
+        error = (out[b : b + 1] - exact).nan_to_num(torch.inf)
+        worst = max(worst, float(error.abs().max()))
+        relative = max(relative, float((error.norm(dim=-1) / exact.norm(dim=-1)).max()))
     bound = 3 * 2.0**-9 * 6  # |v| <= 3 in FP4; a normal value above 6 is one in 10^9
     assert worst <= bound, f"off by {worst:.3g}, allowed {bound:.3g}"
-    return f"off by {worst:.1e}"
+    assert relative <= 2.0**-7, f"a head is off by {relative:.3g} of its norm"
+    return f"off by {worst:.1e}, {relative:.1e} of a head's norm"
 
 
 def check_unpacking(inputs: Inputs) -> str:
@@ -185,19 +189,16 @@ def _configured(label: str, shape: Shape, kind: str, setting: Setting, move: boo
 
 
 MAIN, WIDE = "8 x 128K, 32/4 heads of 128", "8 x 128K, 16/2 heads of 256"
-FULL, RAGGED = "48 x 128K, 32/4 heads of 128", "64 of 1K to 64K, 32/4 heads of 128"
+FULL, WIDE_FULL = "48 x 128K, 32/4 heads of 128", "48 x 128K, 16/2 heads of 256"
+RAGGED = "64 of 1K to 64K, 32/4 heads of 128"
 
 SWEEP: list[tuple[str, str, list[Setting]]] = [
-    (MAIN, "fp4", [
-        (64, 1, 2, 13), (64, 1, 2, 12), (64, 1, 2, 26), (64, 1, 3, 11), (64, 1, 2, 16, 128), (32, 1, 2, 17),
-        (32, 1, 3, 16), (32, 1, 4, 16), (32, 1, 3, 34), (16, 1, 3, 18),
-    ]),
-    (WIDE, "fp4", [
-        (64, 2, 2, 5), (64, 2, 3, 4), (64, 2, 2, 8, 128), (32, 2, 2, 8), (32, 2, 3, 8), (32, 1, 2, 10), (16, 1, 3, 11),
-    ]),
-    (FULL, "fp4", [(64, 1, 2, 26), (32, 1, 3, 16)]),
-    (MAIN, "bf16", [(64, 4, 2, 5), (64, 4, 3, 3), (32, 2, 3, 8), (64, 8, 2, 3)]),
-    (WIDE, "bf16", [(32, 4, 3, 3), (32, 4, 2, 4)]),
-    (RAGGED, "fp4", [(64, 1, 2, 26), (64, 1, 2, 52)]),
-    (RAGGED, "bf16", [(64, 4, 2, 8)]),
+    (WIDE_FULL, "bf16", [(64, 8, 3, 4), (64, 8, 2, 4), (64, 8, 2, 6), (32, 4, 3, 6), (32, 4, 2, 8), (64, 4, 2, 4)]),
+    (FULL, "bf16", [(64, 4, 2, 8), (64, 4, 3, 6)]),
+    (RAGGED, "fp4", [(64, 1, 2, 24), (64, 1, 2, 48)]),
+    (RAGGED, "bf16", [(64, 4, 2, 8), (64, 4, 2, 16)]),
+    (MAIN, "fp4", [(64, 1, 2, 24), (64, 1, 3, 11), (64, 1, 2, 16, 128), (32, 1, 3, 16)]),
+    (FULL, "fp4", [(64, 1, 2, 24), (64, 1, 3, 11)]),
+    (WIDE, "fp4", [(64, 2, 2, 5), (64, 2, 2, 12), (32, 2, 3, 8), (32, 1, 2, 10)]),
+    (WIDE, "bf16", [(64, 8, 3, 4), (32, 4, 3, 6)]),
 ]  # fmt: skip

@@ -134,7 +134,7 @@ def cases(small: bool) -> list[Case]:
         make: Any = lambda d, N=N, K=K, bits=bits: _rows(N, K, bits, d)  # noqa: E731
         name = f"{N} x {K}, row scale, {bits} bits recorded"
         found.append(Case("quantize_record", name, bytes_moved, 0, make, _run_rows, _check_rows))
-    for N, G, D, page in [(4, 2, 16, 16)] if small else [(64, 4, 128, 64), (32768, 4, 128, 64)]:
+    for N, G, D, page in [(4, 2, 32, 16)] if small else [(64, 4, 128, 64), (32768, 4, 128, 64)]:
         K = G * D
         bytes_moved = 2 * N * (2 * K + K // 2 + K // 16 + _row_bytes(K, 1.125) + 16)
         make = lambda d, N=N, G=G, D=D, page=page: _kv(N, G, D, page, d)  # noqa: E731

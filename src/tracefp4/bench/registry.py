@@ -28,7 +28,7 @@ class Case:
     op: kernel; name: shape and variant; bytes_moved, operations: the fewest that the work needs; make: inputs on a
     device; run: the timed call; check: raises AssertionError, or returns what was compared (one phrase); None where the
     case is somebody else's kernel, timed for comparison. group: rows compared with each other; baseline: this row is
-    what the others of its group are divided by.
+    what the others of its group are divided by; graph: the call asks the host nothing and may be captured.
     """
 
     op: str
@@ -40,6 +40,7 @@ class Case:
     check: Callable[[Inputs], str] | None
     group: str = ""
     baseline: bool = False
+    graph: bool = True
 
 
 @dataclass
@@ -81,6 +82,10 @@ class Timer:
                 captured, call = True, recorded.replay
             except RuntimeError:
                 torch.cuda.synchronize()
+                # The failed capture keeps the default generator; its next use outside a capture would raise.
+                fresh = torch.Generator(self.flush.device)
+                index = self.flush.device.index or 0
+                torch.cuda.default_generators[index].graphsafe_set_state(fresh.graphsafe_get_state())
         call()
         times = []
         for _ in range(self.repeats):
@@ -105,7 +110,7 @@ def run_case(case: Case, device: torch.device, timer: Timer | None) -> Result:
         if case.check is not None:
             result.checked = case.check(inputs)
         if timer is not None:
-            result.median_us, result.quartiles_us, result.graph = timer(lambda: case.run(inputs))
+            result.median_us, result.quartiles_us, result.graph = timer(lambda: case.run(inputs), graph=case.graph)
     except Exception as error:  # the report must list every case
         result.error = f"{type(error).__name__}: {error}".strip()
         traceback.print_exc(limit=-6)

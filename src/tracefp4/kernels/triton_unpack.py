@@ -13,15 +13,18 @@ VALUE_EXPONENT = 14
 """Operands are E2M1 * SF * 2^-VALUE_EXPONENT."""
 
 
-def _unpack_ptx() -> str:
-    """Two neighbouring words, $8 and $9, and their pair of scales, $10 -> eight registers of FP16 pairs.
+def _unpack_ptx(one_token: bool) -> str:
+    """Two paired words, $8 and $9, and $10, whose lower half is two scales -> eight registers of FP16 pairs.
 
-    A byte (`cache.PagedCache`) keeps code a's sign and magnitude where a FP16's upper byte has them, and code b's
-    elsewhere. `b` gathers the latter of all four bytes at once: (x >> 3 within the magnitudes' mask) | x << 7.
+    one_token: the scales are those of the words; else of the two units. A byte (`cache.PagedCache`) keeps code a's sign
+    and magnitude where a FP16's upper byte has them, and code b's elsewhere. `b` gathers the latter of all four bytes
+    at once: (x >> 3 within the magnitudes' mask) | x << 7.
     """
-    body = ["{", ".reg .b32 b, t;"]
+    body = ["{", ".reg .b32 b, t, s, s0, s1;", ".reg .b16 h;"]
+    body += ["cvt.u16.u32 h, $10;", "cvt.rn.f16x2.e4m3x2 s, h;"]  # the lower byte's value lands in the lower half
     for word in (0, 1):
-        out = [f"mul.f16x2 ${4 * word + j}, t, $10;" for j in range(4)]
+        body += [f"prmt.b32 s{word}, s, s, {(0x1010, 0x3232)[word] if one_token else 0x3210};"]
+        out = [f"mul.f16x2 ${4 * word + j}, t, s{word};" for j in range(4)]
         mask = "and.b32 t, t, 0x8E008E00;"
         body += [f"and.b32 t, ${8 + word}, 0x8E008E00;", out[0]]
         body += [f"shl.b32 t, ${8 + word}, 8;", mask, out[1]]
@@ -33,25 +36,15 @@ def _unpack_ptx() -> str:
 
 
 # "&": outputs are written while inputs are still to be read.
-_PTX = tl.constexpr(_unpack_ptx())
+_PTX_BLOCKS = tl.constexpr(_unpack_ptx(True))
+_PTX_TOKENS = tl.constexpr(_unpack_ptx(False))
 _CONSTRAINTS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 3))
-# Both elements of a register hold the same two bytes.
-_PTX_SCALES = tl.constexpr("{.reg .b16 a, b; mov.b32 {a, b}, $1; cvt.rn.f16x2.e4m3x2 $0, a;}")
 
 
 @triton.jit
-def scales(pairs, A: tl.constexpr, B: tl.constexpr, ASM: tl.constexpr):
-    """int16 [A, B/2], two E4M3 bytes in one -> all scales, FP16 [A, B].
-
-    No `tl.join`: behind one Triton would give dots another operand layout.
-    """
-    x = tl.reshape(tl.broadcast_to(pairs[:, :, None], (A, B // 2, 2)), (A, B))
-    if ASM:
-        return tl.inline_asm_elementwise(_PTX_SCALES, "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2)
-    else:
-        byte = (x.to(tl.int32) >> (tl.arange(0, B) % 2 * 8)[None, :]) & 0xFF
-        # A byte shifted by 7 is a FP16 worth SF * 2^-8, subnormal scales too.
-        return (byte << 7).to(tl.uint16).to(tl.float16, bitcast=True) * 256.0
+def _scale(byte):
+    """int16 E4M3 byte -> FP16: shifted by 7 it is a FP16 worth SF * 2^-8, subnormal scales too."""
+    return ((byte & 0xFF) << 7).to(tl.float16, bitcast=True) * 256.0
 
 
 @triton.jit
@@ -68,11 +61,17 @@ def _value(even, odd, scale, J: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
-def unpack(words, scale, ASM: tl.constexpr):
-    """int32 [A, B] words, FP16 [A, B] scales -> eight FP16 [A, B], value j of every unit; units are paired along B."""
+def unpack(words, pairs, TOKENS: tl.constexpr, ASM: tl.constexpr):
+    """int32 [A, B] words, int16 [A, B] pairs of scale bytes -> eight FP16 [A, B], value j of every unit.
+
+    Units are paired along B; both places of a pair hold the same two scales: the even and the odd unit's if TOKENS,
+    else those of values 0 to 3 and of 4 to 7. The PTX takes two neighbours along B at a time, which is what a thread
+    holds side by side of an operand of the tensor core. Loads and views alone may lead to `words` and `pairs`, no
+    index and no `tl.join`: else Triton unpacks elsewhere and carries eight operands through shared memory.
+    """
     if ASM:
         return tl.inline_asm_elementwise(
-            _PTX, _CONSTRAINTS, [words, scale],
+            _PTX_TOKENS if TOKENS else _PTX_BLOCKS, _CONSTRAINTS, [words, pairs],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True, pack=2,
         )  # fmt: skip
@@ -80,12 +79,38 @@ def unpack(words, scale, ASM: tl.constexpr):
         A: tl.constexpr = words.shape[0]
         B: tl.constexpr = words.shape[1]
         even, odd = tl.split(tl.reshape(words, (A, B // 2, 2)))
+        if TOKENS:
+            s0 = _scale(tl.where((tl.arange(0, B) % 2 == 0)[None, :], pairs, pairs >> 8))
+            s1 = s0
+        else:
+            s0, s1 = _scale(pairs), _scale(pairs >> 8)
         return (
-            _value(even, odd, scale, 0, A, B), _value(even, odd, scale, 1, A, B),
-            _value(even, odd, scale, 2, A, B), _value(even, odd, scale, 3, A, B),
-            _value(even, odd, scale, 4, A, B), _value(even, odd, scale, 5, A, B),
-            _value(even, odd, scale, 6, A, B), _value(even, odd, scale, 7, A, B),
+            _value(even, odd, s0, 0, A, B), _value(even, odd, s0, 1, A, B),
+            _value(even, odd, s0, 2, A, B), _value(even, odd, s0, 3, A, B),
+            _value(even, odd, s1, 4, A, B), _value(even, odd, s1, 5, A, B),
+            _value(even, odd, s1, 6, A, B), _value(even, odd, s1, 7, A, B),
         )  # fmt: skip
+
+
+@triton.jit
+def block_scales(pairs, A: tl.constexpr, B: tl.constexpr, SPREAD: tl.constexpr):
+    """int16 [A, B/4], the scales of two blocks in one -> [A, B] beside K's words, or beside their `spread_columns`."""
+    if SPREAD:
+        x = tl.reshape(pairs, (A, B // 16, 4))[:, :, None, :, None]
+        x = tl.broadcast_to(x, (A, B // 16, 2, 4, 2))
+    else:
+        x = tl.broadcast_to(pairs[:, :, None], (A, B // 4, 4))
+    return tl.reshape(x, (A, B))
+
+
+@triton.jit
+def token_scales(pairs, A: tl.constexpr, B: tl.constexpr, SPREAD: tl.constexpr):
+    """int16 [A/2, B/2], a block's scales of two tokens in one -> [A, B] beside V's words, two rows a block."""
+    if SPREAD:
+        pairs = tl.permute(tl.reshape(pairs, (A // 2, B // 16, 4, 2)), (0, 1, 3, 2))
+        pairs = tl.reshape(pairs, (A // 2, B // 2))
+    x = tl.reshape(tl.broadcast_to(pairs[:, :, None], (A // 2, B // 2, 2)), (A // 2, B))
+    return tl.reshape(tl.broadcast_to(x[:, None, :], (A // 2, 2, B)), (A, B))
 
 
 @triton.jit

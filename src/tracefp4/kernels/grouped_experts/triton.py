@@ -5,7 +5,7 @@ R rows of a program, T = I/128.
 
 Products are computed transposed, [O, R] = W x^T: the weights are the large operand and are unpacked in registers, as
 keys are in `paged_attention`, and the few rows of an expert sit in the tensor core's narrow dimension. Value j of every
-unit of eight forms a matrix [O, 16] of its own, whose partner is x at inputs 8u + j: `_operand_rows` writes x in that
+unit of eight forms a matrix [O, 16] of its own, whose partner is x at those inputs: `_operand_rows` writes x in that
 order, and as FP16: quantized, x is E2M1 * SF * 2^-14, else x times a power of two that brings its row into [-2, 2).
 Nothing here asks the host anything: the number of rows of an expert, and of blocks of R rows, is found on the device,
 the grid is as large as it could become and programs without work return.
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tracefp4.formats import QuantizedBlocks, get_format
 from tracefp4.kernels.grouped_experts.packed import PackedExperts
+from tracefp4.kernels.triton_layout import require_pairs
 from tracefp4.kernels.triton_math import (
     IEEE,
     block_amax,
@@ -36,7 +37,7 @@ from tracefp4.kernels.triton_math import (
     to_bf16,
     unrounded_scale,
 )
-from tracefp4.kernels.triton_unpack import scales, spread_columns, unpack
+from tracefp4.kernels.triton_unpack import block_scales, spread_columns, unpack
 
 INTERPRETED = triton.knobs.runtime.interpret
 UP = tl.constexpr(2.0**14)
@@ -116,8 +117,9 @@ def _operand_rows(
         exponent = tl.minimum(tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) & 0xFF, 1), 253)
         y = values * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
         factor = (exponent << 23).to(tl.float32, bitcast=True)
-    unit = i // 8 % 16
-    place = i // 128 * 128 + i % 8 * 16 + ((unit & 1) | ((unit & 12) >> 1) | ((unit & 2) << 2))
+    unit = i // 32 % 4 * 4 + i // 4 % 4
+    value = i // 16 % 2 * 4 + i % 4
+    place = i // 128 * 128 + value * 16 + ((unit & 1) | ((unit & 12) >> 1) | ((unit & 2) << 2))
     tl.store(out + row * I + place, y.to(tl.float16), mask=i < I)
     tl.store(factor_out + row + one, factor)
 
@@ -125,10 +127,8 @@ def _operand_rows(
 @triton.jit
 def _add_tile(acc, words, scale_pairs, x0, x1, x2, x3, x4, x5, x6, x7, BO: tl.constexpr, ASM: tl.constexpr):
     """acc [BO, R] + one tile of 128 inputs: words int32 [BO, 16], scale pairs int16 [BO, 4], x_j FP16 [16, R]."""
-    s = scales(scale_pairs, BO, 8, ASM)
-    s = tl.reshape(tl.permute(tl.reshape(s, (BO, 4, 2)), (0, 2, 1)), (BO, 8))
-    s = tl.reshape(tl.broadcast_to(s[:, :, None], (BO, 8, 2)), (BO, 16))
-    w0, w1, w2, w3, w4, w5, w6, w7 = unpack(spread_columns(words, BO, 16), s, ASM)
+    s = block_scales(scale_pairs, BO, 16, True)
+    w0, w1, w2, w3, w4, w5, w6, w7 = unpack(spread_columns(words, BO, 16), s, False, ASM)
     acc = dot(w0, x0, acc)
     acc = dot(w1, x1, acc)
     acc = dot(w2, x2, acc)
@@ -361,10 +361,11 @@ def products(
     launch = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if isinstance(weights, PackedExperts):
         assert fp4
-        _products_fp4[grid](
+        kernel = _products_fp4[grid](
             rows, factor, weights.words, weights.scales.view(torch.int16), weights.epilogue, out, *routing.tensors,
             ASM=config.asm, **common, **launch,
         )  # fmt: skip
+        require_pairs(kernel)
     else:
         _products_dense[grid](rows, weights, out, *routing.tensors, BI=config.dense_inner, **common, **launch)
     return out

@@ -73,6 +73,15 @@ def _bracket_rule(own, a_bits, bits, FULL: tl.constexpr):
 
 
 @triton.jit
+def _own_scale(own_scale, amax, STATIC: tl.constexpr, ENCODE_MAX: tl.constexpr, POW2: tl.constexpr):
+    """S of a row without a record, f32 [1]."""
+    if STATIC:
+        return tl.load(own_scale + tl.arange(0, 1))
+    else:
+        return encode_scale_of(tl.max(amax, axis=0, keep_dims=True), ENCODE_MAX, POW2)
+
+
+@triton.jit
 def _round_rows(
     x, out, own_scale, payload, record_scale, valid, x_stride,
     K: tl.constexpr, NB: tl.constexpr, EXACT: tl.constexpr, OWN_STATIC: tl.constexpr, POW2: tl.constexpr,
@@ -84,15 +93,14 @@ def _round_rows(
     i = b[:, None] * 16 + tl.arange(0, 16)[None, :]
     values = load_f32(x + row * x_stride + i, i < K)
     amax = block_amax(values)
-    guided = False
     if GUIDED:
         guided = tl.load(valid + row).to(tl.int32) != 0
-    if guided:
-        s = tl.load(record_scale + row * S_STRIDE + tl.arange(0, 1))
-    elif OWN_STATIC:
-        s = tl.load(own_scale + tl.arange(0, 1))
+        if guided:
+            s = tl.load(record_scale + row * S_STRIDE + tl.arange(0, 1))
+        else:
+            s = _own_scale(own_scale, amax, OWN_STATIC, ENCODE_MAX, POW2)
     else:
-        s = encode_scale_of(tl.max(amax, axis=0, keep_dims=True), ENCODE_MAX, POW2)
+        s = _own_scale(own_scale, amax, OWN_STATIC, ENCODE_MAX, POW2)
     unrounded = unrounded_scale(amax, s, EXACT)
     byte = encode_e4m3(tl.where(unrounded == unrounded, unrounded, 448.0))
     if GUIDED:

@@ -11,9 +11,11 @@ Of one layer, with C = D/8 words or D/16 scales of a row:
 FP4 values lie transposed within their page because the second product sums over tokens: a thread reads the words of
 neighbouring tokens in one load and need not exchange any.
 
-A unit is eight consecutive values of a row, two half words of four. Two units are paired, K's neighbours in a row, V's
-in neighbouring tokens (2t and 2t + 1); the first word of a pair holds the first half word of both, the second word the
-second. So one word holds four pairs of values, and the tensor core takes its operands in just such pairs.
+A unit is eight values, two half words of four consecutive ones. Of V they are neighbours in a row; of K the half words
+lie in neighbouring blocks: unit 4p + i is half word i of block 2p and half word i of block 2p + 1, so that two scales,
+read as one, serve the whole unit. Two units are paired, K's neighbours in a row, V's in neighbouring tokens (2t and
+2t + 1); the first word of a pair holds the first half word of both, the second word the second. So one word holds four
+pairs of values, and the tensor core takes its operands in just such pairs.
 
 Bits of a half word. Its upper byte holds values 0 and 2, its lower byte 1 and 3, the former of each (a) and the latter
 (b) as: sign of a, magnitude of b, magnitude of a, sign of b. A FP16 keeps its sign in bit 15 and its lowest exponent
@@ -59,12 +61,16 @@ def _halves(words: Tensor) -> Tensor:
 
 
 def k_words(codes: Tensor) -> Tensor:
-    """Packed codes uint8 [..., D/2] -> words of K int32 [..., D/8]: units of a row are paired."""
-    return _words(half_words(codes).unflatten(-2, (-1, 2))).flatten(-2)
+    """Packed codes uint8 [..., D/2] -> words of K int32 [..., D/8]: units of a row are paired; D a multiple of 32."""
+    blocks = half_words(codes).flatten(-2).unflatten(-1, (-1, 2, 4))
+    units = blocks.transpose(-2, -1).flatten(-3, -2)
+    return _words(units.unflatten(-2, (-1, 2))).flatten(-2)
 
 
 def codes_from_k_words(words: Tensor) -> Tensor:
-    return codes_from_half_words(_halves(words.unflatten(-1, (-1, 2))).flatten(-3, -2))
+    units = _halves(words.unflatten(-1, (-1, 2))).flatten(-3, -2)
+    blocks = units.unflatten(-2, (-1, 4)).transpose(-2, -1)
+    return codes_from_half_words(blocks.flatten(-3).unflatten(-1, (-1, 2)))
 
 
 def v_words(codes: Tensor) -> Tensor:
@@ -158,8 +164,8 @@ class PagedCache:
         if isinstance(dtype, torch.dtype):
             k, v = (torch.zeros(pages, heads, page_size, head_dim, dtype=dtype, device=device) for _ in range(2))
             return PagedCache(k, v)
-        if dtype != "nvfp4" or head_dim % 16:
-            raise KernelError(f"an FP4 cache is 'nvfp4' with head_dim a multiple of 16, got {dtype!r} and {head_dim}")
+        if dtype != "nvfp4" or head_dim % 32:
+            raise KernelError(f"an FP4 cache is 'nvfp4' with head_dim a multiple of 32, got {dtype!r} and {head_dim}")
         words, scales = head_dim // 8, head_dim // 16
         return PagedCache(
             torch.zeros(pages, heads, page_size, words, dtype=torch.int32, device=device),

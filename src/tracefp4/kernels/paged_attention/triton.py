@@ -21,8 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tracefp4.kernels.paged_attention.cache import PagedCache
+from tracefp4.kernels.triton_layout import require_pairs
 from tracefp4.kernels.triton_math import dot, from_bf16, to_bf16
-from tracefp4.kernels.triton_unpack import VALUE_EXPONENT, scales, spread, spread_columns, unpack
+from tracefp4.kernels.triton_unpack import VALUE_EXPONENT, block_scales, spread, spread_columns, token_scales, unpack
 
 INTERPRETED = triton.knobs.runtime.interpret
 P_EXPONENT = tl.constexpr(8)
@@ -106,9 +107,10 @@ def _attend_fp4(
     # Queries, times a power of two that brings the largest of each into [1, 2): FP16 then holds their BF16 values.
     real = (r < R)[None, :]
     if SPREAD:
-        q_d = spread(x) * 8
+        unit = spread(x)
+        q_d = unit // 4 * 32 + unit % 4 * 4  # of value 0; value 4 lies in the next block
     else:
-        q_d = x * 4
+        q_d = x // 8 * 32 + x % 2 * 16 + x // 2 % 4 * 4
     q_row = q + (b * G + g) * R * D
     d = tl.arange(0, D)
     all_q = from_bf16(tl.load(q_row + r[None, :] * D + d[:, None], mask=real, other=0.0))
@@ -124,10 +126,10 @@ def _attend_fp4(
     o0 = tl.zeros([X, RP], tl.float32)
     o1, o2, o3 = o0, o0, o0
     if SPREAD:
-        q4 = _query_part(q_XR + 4, real, up, X, MOVE)
-        q5 = _query_part(q_XR + 5, real, up, X, MOVE)
-        q6 = _query_part(q_XR + 6, real, up, X, MOVE)
-        q7 = _query_part(q_XR + 7, real, up, X, MOVE)
+        q4 = _query_part(q_XR + 16, real, up, X, MOVE)
+        q5 = _query_part(q_XR + 17, real, up, X, MOVE)
+        q6 = _query_part(q_XR + 18, real, up, X, MOVE)
+        q7 = _query_part(q_XR + 19, real, up, X, MOVE)
         o4, o5, o6, o7 = o0, o0, o0, o0
     m = tl.full([RP], float("-inf"), tl.float32)
     ones = tl.full([16, TILE], 1.0, tl.float16)
@@ -163,12 +165,9 @@ def _attend_fp4(
             s_page = _pages(tables, first + TILE + 2 * n2, stop, PAGE, TILE, first, WIDE)
         # Wanted by the next tile's loads: known an iteration before.
         k_page = _pages(tables, first + TILE + nk, stop, PAGE, TILE, first + TILE, WIDE)
-        ks = scales(k_s, TILE, D // 16, ASM)
         if SPREAD:
             k_u = spread_columns(k_u, TILE, W)
-            ks = tl.reshape(tl.permute(tl.reshape(ks, (TILE, W // 16, 4, 2)), (0, 1, 3, 2)), (TILE, D // 16))
-        ks = tl.reshape(tl.broadcast_to(ks[:, :, None], (TILE, D // 16, 2)), (TILE, W))
-        k0, k1, k2, k3, k4, k5, k6, k7 = unpack(k_u, ks, ASM)
+        k0, k1, k2, k3, k4, k5, k6, k7 = unpack(k_u, block_scales(k_s, TILE, W, SPREAD), False, ASM)
         zero = tl.zeros([TILE, RP], tl.float32)
         if SPREAD:
             s = dot(k0, q0, zero)
@@ -194,11 +193,9 @@ def _attend_fp4(
         factor = tl.exp2(m - m_new)
         m = m_new
         f = factor[None, :]
-        vs = scales(v_s, D // 16, TILE, ASM)
         if SPREAD:
-            v_u, vs = spread_columns(v_u, W, TILE), spread_columns(vs, D // 16, TILE)
-        vs = tl.reshape(tl.broadcast_to(vs[:, None, :], (D // 16, 2, TILE)), (W, TILE))
-        v0, v1, v2, v3, v4, v5, v6, v7 = unpack(v_u, vs, ASM)
+            v_u = spread_columns(v_u, W, TILE)
+        v0, v1, v2, v3, v4, v5, v6, v7 = unpack(v_u, token_scales(v_s, W, TILE, SPREAD), True, ASM)
         l = dot(ones, p, l * f)
         if SPREAD:
             o0 = dot(v0, p, o0 * f)
@@ -373,11 +370,12 @@ def paged_decode(
         assert cache.k_scales is not None
         assert cache.v_scales is not None
         scale = scaling * cache.k_epilogue * log2e * 2.0**VALUE_EXPONENT
-        _attend_fp4[grid](
+        kernel = _attend_fp4[grid](
             q_BHD, cache.k, cache.v, cache.k_scales.view(torch.int16), cache.v_scales.view(torch.int16), tables_BP,
             lengths_B, partial, lse, scale, tables_BP.stride(0), splits, ASM=config.asm,
             MOVE=config.asm and config.move and config.num_warps == 1 and rp == 8, **common, **launch,
         )  # fmt: skip
+        require_pairs(kernel)
     else:
         scale = scaling * cache.k_epilogue * log2e
         _attend_dense[grid](
@@ -385,5 +383,6 @@ def paged_decode(
             **common, **launch,
         )  # fmt: skip
     epilogue = cache.v_epilogue * (2.0**VALUE_EXPONENT if fp4 else 1.0)
-    _combine[(H, B)](partial, lse, out, epilogue, splits, G=G, R=R, D=D, FP4=fp4, CHUNK=16, num_warps=4)
+    chunk, warps = (16, 4) if splits <= 64 else (64, 8)
+    _combine[(H, B)](partial, lse, out, epilogue, splits, G=G, R=R, D=D, FP4=fp4, CHUNK=chunk, num_warps=warps)
     return out

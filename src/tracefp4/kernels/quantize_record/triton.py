@@ -121,13 +121,15 @@ def _write_kv(
         page, place = slot // PAGE, slot % PAGE
         halves = _cache_halves(codes, NB).to(tl.int16)
         h = b[:, None] * 4 + tl.arange(0, 4)[None, :]
-        g, unit, half = page * G + h // (D // 4), h % (D // 4) // 2, h % 2
+        g, h_D = page * G + h // (D // 4), h % (D // 4)
         gs, block = page * G + b // (D // 16), b % (D // 16)
         if is_v:
+            unit, half = h_D // 2, h_D % 2
             at = (g * (D // 8) + unit) * (2 * PAGE) + place // 2 * 4 + half * 2 + place % 2
             tl.store(v_out + at, halves, mask=h < K // 4)
             tl.store(v_scales + (gs * (D // 16) + block) * PAGE + place, byte.to(tl.uint8), mask=b < K // 16)
         else:
+            unit, half = h_D // 8 * 4 + h_D % 4, h_D // 4 % 2
             at = (g * PAGE + place) * (D // 4) + unit // 2 * 4 + half * 2 + unit % 2
             tl.store(k_out + at, halves, mask=h < K // 4)
             tl.store(k_scales + (gs * PAGE + place) * (D // 16) + block, byte.to(tl.uint8), mask=b < K // 16)
