@@ -151,10 +151,10 @@ def _configured(N: int, kind: str, size: Size, setting: tuple[int, ...]) -> Case
 
 
 # Tokens, kind, and settings: output features, rows, warps, stages, and inputs a step of BF16.
+# Only what came within a few percent of the default, which is a case of its own.
 SWEEP: list[tuple[int, str, list[tuple[int, ...]]]] = [
-    (64, "W4A4", [(64, 8, 1, 2), (64, 8, 1, 4), (32, 8, 1, 3), (32, 8, 1, 5), (128, 8, 2, 3)]),
+    (64, "W4A4", [(64, 8, 1, 2), (128, 8, 2, 3)]),
     (64, "BF16", [(64, 16, 4, 3, 128), (32, 8, 2, 4, 128)]),
-    (512, "W4A4", [(64, 16, 1, 3), (128, 32, 4, 3), (64, 64, 4, 3)]),
-    (4096, "W4A4", [(64, 64, 4, 3), (128, 64, 8, 3), (64, 128, 4, 2), (64, 256, 8, 2)]),
-    (4096, "BF16", [(64, 128, 4, 4, 64), (64, 256, 8, 3, 64)]),
+    (512, "W4A4", [(128, 32, 4, 3)]),
+    (4096, "W4A4", [(128, 64, 8, 3)]),
 ]

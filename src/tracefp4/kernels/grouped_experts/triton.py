@@ -273,14 +273,24 @@ class ExpertsConfig:
 
 
 def default_config(fp4: bool, rows_per_expert: float) -> ExpertsConfig:
-    """By the mean number of rows of an expert; under the interpreter a small one."""
+    """By the mean number of rows of an expert; under the interpreter a small one.
+
+    The fastest of a few settings measured on an H200 with 128 experts at 4, 32 and 256 rows (docs/benchmarks.md); in
+    between, and where the ranges meet, it is a guess.
+    """
     if INTERPRETED:
         return ExpertsConfig(outputs=128, rows=16, num_warps=1, num_stages=1, dense_inner=128, asm=False)
-    rows = 8 if rows_per_expert <= 4 else 16 if rows_per_expert <= 12 else 32 if rows_per_expert <= 48 else 128
-    if rows == 128:
-        return ExpertsConfig(outputs=64, rows=128, num_warps=4, num_stages=3)
     if fp4:
-        return ExpertsConfig(outputs=64, rows=rows, num_warps=1 if rows <= 16 else 2, num_stages=3)
+        if rows_per_expert <= 4:
+            return ExpertsConfig(outputs=32, rows=8, num_warps=1, num_stages=3)
+        if rows_per_expert <= 12:
+            return ExpertsConfig(outputs=64, rows=16, num_warps=1, num_stages=3)
+        if rows_per_expert <= 24:
+            return ExpertsConfig(outputs=64, rows=32, num_warps=2, num_stages=3)
+        return ExpertsConfig(outputs=64, rows=64, num_warps=4, num_stages=3)
+    if rows_per_expert > 48:
+        return ExpertsConfig(outputs=64, rows=128, num_warps=4, num_stages=3)
+    rows = 8 if rows_per_expert <= 4 else 16 if rows_per_expert <= 12 else 32
     return ExpertsConfig(outputs=64, rows=rows, num_warps=4, num_stages=4, dense_inner=128)
 
 

@@ -312,21 +312,22 @@ def _combine(
 class AttentionConfig:
     """How the work is cut: tokens of a tile, warps and pipeline stages of a program, programs wanted on the device.
 
-    max_registers: of a thread, None for as many as the compiler likes; asm: unpack with PTX; move: FP4 with one warp
-    and at most 8 query heads per KV head turns operands with `movmatrix`.
+    asm: unpack with PTX; move: FP4 with one warp and at most 8 query heads per KV head turns operands with `movmatrix`.
     """
 
     tile: int
     num_warps: int
     num_stages: int
     programs: int
-    max_registers: int | None = None
     asm: bool = True
     move: bool = True
 
 
 def default_config(fp4: bool, head_dim: int, device: torch.device) -> AttentionConfig:
-    """Settings meant for Hopper, as many programs as fit on it at once; under the interpreter small ones."""
+    """The fastest of a few settings measured on an H200 (docs/benchmarks.md); under the interpreter small ones.
+
+    Contexts of unequal length would like more programs, but their lengths are known on the device only.
+    """
     if INTERPRETED:
         return AttentionConfig(tile=32, num_warps=1, num_stages=1, programs=8, asm=False)
     sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -336,7 +337,7 @@ def default_config(fp4: bool, head_dim: int, device: torch.device) -> AttentionC
         return AttentionConfig(tile=64, num_warps=2, num_stages=2, programs=6 * sms)
     if head_dim <= 128:
         return AttentionConfig(tile=64, num_warps=4, num_stages=2, programs=4 * sms)
-    return AttentionConfig(tile=64, num_warps=8, num_stages=3, programs=2 * sms)
+    return AttentionConfig(tile=32, num_warps=4, num_stages=3, programs=6 * sms)
 
 
 def paged_decode(
@@ -363,8 +364,6 @@ def paged_decode(
     common = {"G": G, "R": R, "RP": rp, "D": D, "PAGE": cache.page_size, "TILE": config.tile}
     common["WIDE"] = 2 * cache.k.numel() >= 2**31
     launch = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    if config.max_registers is not None:
-        launch["maxnreg"] = config.max_registers
     grid = (splits, G, B)
     if fp4:
         assert cache.k_scales is not None
