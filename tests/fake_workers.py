@@ -14,8 +14,10 @@ import torch
 
 from tracefp4.asynchronous.buffer import Group
 from tracefp4.asynchronous.channel import Channel
+from tracefp4.asynchronous.child import Payload, child
 from tracefp4.asynchronous.messages import (
     Admit,
+    Alive,
     Done,
     Evaluate,
     Evaluated,
@@ -25,12 +27,14 @@ from tracefp4.asynchronous.messages import (
     Loaded,
     Published,
     Ready,
+    Skipped,
     Started,
     Stop,
     Want,
     Weights,
 )
-from tracefp4.asynchronous.supervisor import RolloutStart
+from tracefp4.asynchronous.supervisor import RolloutStart, Supervisor
+from tracefp4.loop import RunConfig
 from tracefp4.types import Trajectory
 
 
@@ -46,6 +50,8 @@ class FakeRun:
     kill_trainer_at: tuple[int, ...] = ()
     fail_trainer: str = ""
     hang_rollout: bool = False
+    hang_evaluation: bool = False
+    skipped_groups: tuple[int, ...] = ()
     state_every: int = 2
     flags: dict[str, bool] = field(default_factory=dict)
 
@@ -96,6 +102,9 @@ def rollout(connection: Connection, run: FakeRun, start: RolloutStart) -> None:
                     case Admit(total):
                         admitted = total
                     case Evaluate(tag):
+                        if run.hang_evaluation and once(run.folder, "hang"):
+                            channel.send(Alive())
+                            time.sleep(60)
                         channel.send(Evaluated(tag, 0.5))
                     case Stop():
                         stop = True
@@ -105,6 +114,11 @@ def rollout(connection: Connection, run: FakeRun, start: RolloutStart) -> None:
             while len(running) < 4 and (queue or nxt < admitted):
                 index = queue.pop(0) if queue else nxt
                 nxt = max(nxt, index + 1)
+                if index in run.skipped_groups:
+                    channel.send(Skipped(index))
+                    if index in run.kill_rollout_at and once(run.folder, f"rollout-{index}"):
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    continue
                 running[index] = []
                 channel.send(Started(index, version))
             for index, versions in list(running.items()):
@@ -155,3 +169,30 @@ def trainer(connection: Connection, run: FakeRun, lost: int) -> None:
         channel.send(Done({"steps": version}))
     except ConnectionError:
         return
+
+
+def _busy(connection: Connection, payload: Payload, name: str) -> None:
+    with child(connection, payload) as channel:
+        if name == "trainer":
+            channel.send(Ready(Weights(0, "")))
+        note(FakeRun(str(payload.run_dir)), name, pid=os.getpid())
+        time.sleep(60)
+
+
+def busy_trainer(connection: Connection, payload: Payload, lost: int) -> None:
+    _busy(connection, payload, "trainer")
+
+
+def busy_rollout(connection: Connection, payload: Payload, start: RolloutStart) -> None:
+    _busy(connection, payload, "rollout")
+
+
+def supervise_busy_children(folder: str) -> None:
+    Supervisor(busy_rollout, busy_trainer, Payload(RunConfig(), Path(folder), False), 2, 2).run()
+
+
+def supervise_until_ctrl_c(folder: str) -> None:
+    try:
+        Supervisor(rollout, trainer, FakeRun(folder, steps=10_000), 2, 2).run()
+    except KeyboardInterrupt:
+        print("stopped")

@@ -102,6 +102,30 @@ def test_lost_metrics_are_refused(tmp_path: Path) -> None:
         run_training(config(), tmp_path, resume=True)
 
 
+def test_a_state_within_the_first_step_can_be_resumed_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped in the evaluation after the first update, the state holds a step that no file does."""
+    from tracefp4.loop import TrainingRun
+    from tracefp4.signals import Stopped
+
+    evaluate = TrainingRun.evaluate
+
+    def stops(run: TrainingRun, tag: str) -> float | None:
+        if tag == "step0":
+            raise Stopped(signal.SIGTERM)
+        return evaluate(run, tag)
+
+    settings = config(eval_every=1, steps=3, state_every=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingRun, "evaluate", stops)
+        with pytest.raises(Stopped):
+            run_training(settings, tmp_path)
+    with pytest.raises(Stop):
+        run_training(settings, tmp_path, stop_after(1), resume=True)
+    run_training(settings, tmp_path, resume=True)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+
+
 def test_killed_twice(reference: Path, tmp_path: Path) -> None:
     """SIGKILL of the real command at two moments, then --resume to the end."""
     recipe, out = tmp_path / "r.toml", tmp_path / "out"

@@ -73,6 +73,17 @@ def release() -> None:
             raise Stopped(_Pending.first)
 
 
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Signals that come within the block are handled after it. A process started there does not take them at all,
+    until it unblocks them: a Ctrl-C, which a terminal sends to both, finds no child that is still importing."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _handle(signum: int, _: FrameType | None) -> None:
     if _Pending.first is not None:
         raise Stopped(_Pending.first, at_once=True)

@@ -48,6 +48,7 @@ def test_a_run_with_lag_learns_from_guided_rows(tmp_path: Path) -> None:
     assert all(line["async/dropped_groups"] == 0 for line in lines)
     assert (tmp_path / "checkpoint/config.json").is_file()
     assert not (tmp_path / "weights").exists()
+    assert not (tmp_path / "guidance").exists()
 
 
 def test_without_lag_it_is_the_synchronous_run(tmp_path: Path) -> None:

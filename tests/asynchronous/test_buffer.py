@@ -53,6 +53,13 @@ def test_wait_holds_the_step_for_a_group_that_would_be_too_old() -> None:
     assert [g.index for g in taken] == [0]
 
 
+def test_without_unfinished_groups_no_step_waits() -> None:
+    buffer = GroupBuffer(1, 1)
+    for index in range(3):  # one more than is admitted
+        buffer.put(group(index, 0))
+    assert buffer.take(0) is not None
+
+
 def test_drop_takes_what_is_there() -> None:
     buffer = GroupBuffer(1, 1, "drop")
     buffer.started(0, 0)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,9 @@ import pytest
 
 import fake_workers
 from fake_workers import FakeRun
-from tracefp4.asynchronous.supervisor import ChildError, Supervisor
+from tracefp4.asynchronous.channel import Channel
+from tracefp4.asynchronous.messages import Stop
+from tracefp4.asynchronous.supervisor import ChildError, Supervisor, _Child
 from tracefp4.errors import TracefpError
 
 
@@ -38,10 +44,22 @@ def check_steps(run: FakeRun, max_version_diff: int = 2) -> None:
 
 
 def gone(pid: int) -> bool:
+    """A zombie that nobody has waited for yet is gone too."""
     try:
         os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except ProcessLookupError:
         return True
+    except FileNotFoundError:
+        return Path("/proc").exists()
+
+
+def has_spawned(parent: int) -> bool:
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            above = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if above == parent and "spawn_main" in (entry / "cmdline").read_text():
+                return True
     return False
 
 
@@ -120,6 +138,87 @@ def test_a_rollout_that_hangs_is_replaced(tmp_path: Path) -> None:
     boss.run()
     check_steps(run)
     assert "said nothing" in said[0]
+
+
+def test_a_rollout_that_hangs_in_an_evaluation_is_replaced(tmp_path: Path) -> None:
+    run = FakeRun(str(tmp_path), hang_evaluation=True)
+    boss, said = supervisor(run, hang_seconds=3.0)
+    boss.run()
+    check_steps(run)
+    assert "said nothing" in said[0]
+
+
+def test_a_skipped_prompt_is_not_skipped_again_by_the_next_rollout(tmp_path: Path) -> None:
+    run = FakeRun(str(tmp_path), steps=5, skipped_groups=(5, 6, 7), kill_rollout_at=(7,))
+    boss, _ = supervisor(run)
+    boss.run()
+    assert [s["version"] for s in lines(run, "trainer")] == list(range(5))
+    assert [i for s in lines(run, "trainer") for i in s["groups"] if i in (5, 6, 7)] == []
+    assert lines(run, "rollout")[1]["first"] == 8
+    assert boss._buffer.skipped == 3
+
+
+@pytest.mark.parametrize("name", ["trainer", "rollout"])
+def test_a_busy_child_ends_with_its_supervisor(name: str, tmp_path: Path) -> None:
+    """Within an update or a step, where no message is read."""
+    code = f"import fake_workers; fake_workers.supervise_busy_children({str(tmp_path)!r})"
+    path = os.pathsep.join([str(Path(fake_workers.__file__).parent), *sys.path])
+    boss = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path})
+    busy = tmp_path / f"{name}.jsonl"
+    while not busy.exists() or not busy.read_text().endswith("\n"):
+        assert boss.poll() is None
+        time.sleep(0.05)
+    pid = lines(FakeRun(str(tmp_path)), name)[0]["pid"]
+    assert not gone(pid)
+    boss.kill()
+    boss.wait()
+    deadline = time.monotonic() + 20
+    while not gone(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_ctrl_c_cuts_no_message_short() -> None:
+    """Else the trainer would take the request to stop for the rest of its groups, and wait for more."""
+    here, there = multiprocessing.Pipe()
+    sender = _Child("trainer", multiprocessing.current_process(), Channel(here), 0.0)
+    got: list[Any] = []
+
+    def read_late() -> None:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        got.extend(Channel(there).receive() for _ in range(2))
+
+    reader = threading.Thread(target=read_late)
+    reader.start()
+    with pytest.raises(KeyboardInterrupt):
+        Supervisor._tell(sender, bytes(32 << 20))
+    Supervisor._tell(sender, Stop())
+    reader.join()
+    assert got == [bytes(32 << 20), Stop()]
+    sender.sender.shutdown()
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for a child that is starting")
+def test_ctrl_c_of_a_terminal_is_not_seen_by_a_child_that_starts(tmp_path: Path) -> None:
+    code = f"import fake_workers; fake_workers.supervise_until_ctrl_c({str(tmp_path)!r})"
+    path = os.pathsep.join([str(Path(fake_workers.__file__).parent), *sys.path])
+    boss = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    while not has_spawned(boss.pid):
+        assert boss.poll() is None
+        time.sleep(0.01)
+    os.killpg(boss.pid, signal.SIGINT)
+    out, err = boss.communicate(timeout=200)
+    assert out == "stopped\n"
+    assert "KeyboardInterrupt" not in err
 
 
 def test_ctrl_c_lets_the_trainer_finish_and_leaves_no_process(tmp_path: Path) -> None:

@@ -209,6 +209,9 @@ def test_temp_files_of_dead_writers_are_removed_and_only_those(folder: Path) -> 
             path.write_bytes(b"x")
         os.utime(old, (time.time() - 7200,) * 2)
         assert store._files.remove_temps() == sorted([dead.name, old.name])
+        dead.write_bytes(b"x")
+        assert store.clear() == 0
+        assert not dead.exists()
         assert alive.exists()
         assert foreign.exists()
 

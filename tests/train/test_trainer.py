@@ -209,6 +209,23 @@ def test_stale_records_fall_back_by_the_trainers_own_version() -> None:
     assert metrics["guidance/guided_share"] == 0
 
 
+def test_the_mismatch_of_responses_without_an_old_row_stands_apart() -> None:
+    batch, store = rollout("fp32")
+    trainer = make_trainer("fp32", "float32", store)
+    assert not any("fresh" in name for name in trainer.update(batch))
+    fresh, half_old = batch.trajectories[:4], batch.trajectories[4]
+    for t in [*fresh, half_old]:
+        t.row_versions = torch.ones_like(t.row_versions)
+    half_old.row_versions[0] = 0
+    for t in fresh:
+        t.logprobs = t.logprobs + 1.0
+    metrics = trainer.update(batch)
+    share = sum(t.num_sampled for t in fresh) / sum(t.num_sampled for t in batch.trajectories)
+    assert metrics["mismatch/fresh_share"] == pytest.approx(share)
+    assert metrics["mismatch/fresh_logprob_abs_diff_mean"] > 0.5
+    assert metrics["mismatch/logprob_abs_diff_mean"] < metrics["mismatch/fresh_logprob_abs_diff_mean"]
+
+
 # -- the update ---------------------------------------------------------------------------------------------------
 
 

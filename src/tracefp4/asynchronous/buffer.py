@@ -67,7 +67,9 @@ class GroupBuffer:
         for index in stale:
             del self._ready[index]
         self.dropped += len(stale)
-        if len(self._ready) < self.groups_per_step or (self.on_stale == "wait" and self._must_wait(version)):
+        # Without unfinished groups there is nothing to wait for.
+        waits = self.on_stale == "wait" and bool(self._started) and self._must_wait(version)
+        if len(self._ready) < self.groups_per_step or waits:
             return None
         order = sorted(self._ready.values(), key=lambda g: (g.oldest_version, g.index))
         taken = order[: self.groups_per_step]

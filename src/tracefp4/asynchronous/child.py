@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,12 +43,15 @@ class Payload:
 def child(connection: Connection, payload: Payload) -> Iterator[Channel]:
     """The body of a child process: errors become a message to the supervisor, and the channel is closed.
 
-    A supervisor that is gone ends the child without a word. Signals that a terminal sends to all processes are left to
-    the supervisor, which tells its children what to do.
+    A supervisor that is gone ends the child without a word and at once, also inside an update: `--resume` may be at
+    work in the run folder already. Signals that a terminal sends to all processes are left to the supervisor, which
+    tells its children what to do.
     """
     for signum in SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the supervisor starts its children with them blocked
     torch.set_num_threads(payload.config.run.threads or max(1, usable_cores() // 2))
+    threading.Thread(target=_end_with_supervisor, name="end-with-supervisor", daemon=True).start()
     channel = Channel(connection)
     try:
         yield channel
@@ -68,3 +73,10 @@ def _tell(channel: Channel, failed: Failed) -> None:
         channel.send(failed)
     except ConnectionError:
         print(failed.text, file=sys.stderr)
+
+
+def _end_with_supervisor() -> None:
+    supervisor = multiprocessing.parent_process()
+    if supervisor is not None:
+        supervisor.join()
+        os._exit(1)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -35,6 +37,7 @@ from tracefp4.asynchronous.messages import (
     Weights,
 )
 from tracefp4.errors import TracefpError
+from tracefp4.signals import deferred
 
 STOP_SECONDS = 5.0
 """How long a child may take to end after it was asked to."""
@@ -69,10 +72,13 @@ class ChildError(TracefpError):
 
 @dataclass
 class _Child:
+    """sender: a message goes out whole on its thread, whatever signal interrupts the wait; the next one comes after."""
+
     name: str
     process: BaseProcess
     channel: Channel
     heard: float
+    sender: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     def end(self, seconds: float | None) -> None:
         """Waits for the process, with None as long as it takes, then ends it."""
@@ -80,6 +86,7 @@ class _Child:
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
+        self.sender.shutdown()
         self.channel.close()
 
 
@@ -87,8 +94,8 @@ class Supervisor:
     """``run`` returns the trainer's summary. payload: picklable, given to both mains (config, run folder).
 
     max_restarts: children that die without an error of their own (killed, out of memory) are replaced so often in a
-    row; a step that was never reached before sets the count back. hang_seconds: a rollout that owes groups and says
-    nothing for so long is replaced. notify: told of every event in one sentence.
+    row; a step that was never reached before sets the count back. hang_seconds: a rollout that owes groups or an
+    evaluation and says nothing for so long is replaced. notify: told of every event in one sentence.
     """
 
     def __init__(
@@ -128,6 +135,7 @@ class Supervisor:
     def run(self) -> dict[str, Any]:
         """Until the trainer is done. Raises TracefpError where a child failed for good; both are ended then."""
         try:
+            resource_tracker.ensure_running()  # the first start would do it, and unblock signals on the way
             self._start_trainer()
             while self._summary is None:
                 self._turn()
@@ -148,7 +156,8 @@ class Supervisor:
         return _Child(name, process, Channel(here), time.monotonic() + START_SECONDS)
 
     def _start_trainer(self) -> None:
-        self._trainer = self._spawn("trainer", self._trainer_main, self._lost_trainers)
+        with deferred():
+            self._trainer = self._spawn("trainer", self._trainer_main, self._lost_trainers)
 
     def _start_rollout(self) -> None:
         assert self._weights is not None
@@ -156,7 +165,8 @@ class Supervisor:
         redo = tuple(self._buffer.unfinished())
         admitted = self._buffer.admitted(self._weights.version)
         start = RolloutStart(self._weights, self._next_index, redo, admitted, self._incarnation)
-        self._rollout = self._spawn("rollout", self._rollout_main, start)
+        with deferred():
+            self._rollout = self._spawn("rollout", self._rollout_main, start)
         if self._evaluation is not None:
             self._tell_rollout(self._evaluation)
 
@@ -220,7 +230,8 @@ class Supervisor:
             child.heard = time.monotonic()
             self._handle(child, message)
         rollout = self._rollout
-        if rollout and self._buffer.unfinished() and time.monotonic() - rollout.heard > self._hang_seconds:
+        owes = self._buffer.unfinished() or self._evaluation is not None or self._want is not None
+        if rollout and owes and time.monotonic() - rollout.heard > self._hang_seconds:
             rollout.process.kill()
             self._lost(rollout, f"said nothing for {self._hang_seconds:.0f} s and was ended")
 
@@ -266,7 +277,8 @@ class Supervisor:
             case Started(index, version):
                 self._next_index = max(self._next_index, index + 1)
                 self._buffer.started(index, version)
-            case Skipped():
+            case Skipped(index):
+                self._next_index = max(self._next_index, index + 1)
                 self._buffer.skipped += 1
                 self._admit()
             case Finished(group):
@@ -310,10 +322,10 @@ class Supervisor:
     @staticmethod
     def _tell(child: _Child | None, message: Any) -> None:
         """A child that is gone is noticed, and replaced, when its channel is read next."""
-        if child is None:
+        if child is None or not child.process.is_alive():
             return
         try:
-            child.channel.send(message)
+            child.sender.submit(child.channel.send, message).result()
         except ConnectionError:
             return
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from dataclasses import replace
@@ -175,7 +176,7 @@ def run_asynchronous(config: RunConfig, run_dir: Path, resume: bool = False) -> 
     try:
         return supervisor.run()
     finally:
-        for path in (run_dir / WEIGHTS).glob("*"):
-            path.unlink(missing_ok=True)
-        if (run_dir / WEIGHTS).is_dir():
-            (run_dir / WEIGHTS).rmdir()
+        # What the processes passed each other: the rollout is always ahead, so records are left that no step used.
+        shutil.rmtree(run_dir / WEIGHTS, ignore_errors=True)
+        if config.guidance.url == "memory":
+            shutil.rmtree(payload.guidance_url, ignore_errors=True)

@@ -249,7 +249,9 @@ class ShardStore:
         return self._remove(oldest_beyond(self._files.sizes(), keep_bytes))
 
     def clear(self) -> int:
-        """Removes every published shard, e.g. before a run is resumed whose samples will have the same ids."""
+        """Removes every published shard, e.g. before a run is resumed whose samples will have the same ids, and what
+        writers that are gone left half-written. Returns how many shards."""
+        self._files.remove_temps()
         self._index.refresh()
         return self._remove([*(h.name for h in self._index.headers()), *self._index.damaged()])
 

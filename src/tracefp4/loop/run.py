@@ -188,7 +188,7 @@ def _train(
     """The steps that are left; ``at`` says at every moment which are done."""
     c = run.config.run
     with (
-        RunLogger(run_dir, tensorboard=c.tensorboard, first_step=at.finished) as logger,
+        RunLogger(run_dir, c.tensorboard, first_step=at.finished, resumed=at.trained > 0) as logger,
         progress(c.steps - at.finished, f"{run.parts.method.name}, seed {c.seed}") as bar,
     ):
         watch = make_watch(run.config, run_dir, at.finished, bar.say)

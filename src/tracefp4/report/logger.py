@@ -89,8 +89,11 @@ class RunLogger:
     The folder may hold a config.json already, but no metrics: two runs never share a file.
     """
 
-    def __init__(self, run_dir: str | Path, tensorboard: bool = True, first_step: int = 0) -> None:
-        """first_step: go on from here; lines of later steps, and a last line cut short, are dropped first."""
+    def __init__(
+        self, run_dir: str | Path, tensorboard: bool = True, first_step: int = 0, resumed: bool = False
+    ) -> None:
+        """first_step: go on from here; lines of later steps, and a last line cut short, are dropped first. resumed: so
+        too where first_step is 0."""
         self.run_dir = Path(run_dir)
         self.nonfinite = 0
         """Figures written as null so far."""
@@ -98,7 +101,7 @@ class RunLogger:
         self._last_step: int | None = None
         metrics = self.run_dir / METRICS
         ensure_dir(self.run_dir)
-        if first_step:
+        if first_step or resumed:
             for name in (METRICS, TIMING):
                 path = self.run_dir / name
                 write_text_atomic(path, "".join(steps_before(path, first_step)))

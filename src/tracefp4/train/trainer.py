@@ -187,15 +187,28 @@ class GRPOTrainer:
 
     def _old_logprobs(self, micros: list[_Micro], observer: SiteObserver) -> dict[str, float]:
         """Log-probs under the weights that the rollout had, by the same guided forward that is trained."""
-        old, rollout = [], []
+        old, rollout, fresh = [], [], []
         for m in micros:
             with torch.no_grad():
                 logprobs, _ = self._forward(m, observer)
             m.old_logprobs = logprobs
-            old.append(logprobs[m.batch.response_mask])
-            rollout.append(m.batch.rollout_logprobs[m.batch.response_mask])
-        old_all, rollout_all = torch.cat(old), torch.cat(rollout)
-        return mismatch_metrics(old_all, rollout_all) | importance_metrics(old_all - rollout_all, self.config.tis_cap)
+            mask = m.batch.response_mask
+            old.append(logprobs[mask])
+            rollout.append(m.batch.rollout_logprobs[mask])
+            # All rows, not the token's own version: a later token reads the K and V of every earlier row.
+            current = [bool((t.row_versions == self._version).all()) for t in m.batch.trajectories]
+            fresh.append(torch.tensor(current, device=mask.device)[:, None].expand_as(mask)[mask])
+        old_all, rollout_all, fresh_all = torch.cat(old), torch.cat(rollout), torch.cat(fresh)
+        metrics = mismatch_metrics(old_all, rollout_all) | importance_metrics(
+            old_all - rollout_all, self.config.tis_cap
+        )
+        if not fresh_all.all():  # else the two say the same
+            metrics["mismatch/fresh_share"] = float(fresh_all.double().mean())
+            if fresh_all.any():
+                only = mismatch_metrics(old_all[fresh_all], rollout_all[fresh_all])
+                metrics["mismatch/fresh_logprob_abs_diff_mean"] = only["mismatch/logprob_abs_diff_mean"]
+                metrics["mismatch/fresh_kl_k3"] = only["mismatch/kl_k3"]
+        return metrics
 
     def _optimizer_step(self, mini: list[_Micro]) -> dict[str, float]:
         c = self.config
