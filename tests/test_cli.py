@@ -118,7 +118,8 @@ def test_overwrite(loop: FakeLoop, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("train", "r.toml", "--out", "out") == 0
     assert run("train", "r.toml", "--out", "out") == 2
     assert capsys.readouterr().err == (
-        "error: the run folder out is not empty: choose another with --out or pass --overwrite\n"
+        "error: the run folder out is not empty, it holds a run: go on with it by --resume, choose another with --out, "
+        "or pass --overwrite to replace it\n"
     )
     assert run("train", "r.toml", "--out", "out", "--overwrite") == 0
     assert len(Path("out/metrics.jsonl").read_text().splitlines()) == 2

@@ -46,7 +46,7 @@ def inspect(url: Url, as_json: Json = False) -> None:
 
 @app.command()
 def verify(url: Url, as_json: Json = False) -> None:
-    """Read and check every byte; name what is damaged, exit code 1 where anything is."""
+    """Read and check every byte; name what is damaged, exit code 1 where anything is or where there is no shard."""
     from tracefp4.guidance.inspection import verify as run
 
     found = run(url)
@@ -59,7 +59,9 @@ def verify(url: Url, as_json: Json = False) -> None:
             f"{found['url']}: {found['samples']} samples in {found['shards']} shards are whole, "
             f"{_size(found['bytes'])} read, {len(found['damaged'])} damaged"
         )
-    if found["damaged"]:
+    if not found["shards"] and not as_json:
+        print("there is nothing to verify: is this the right folder? A run removes what it has learned from.")
+    if found["damaged"] or not found["shards"]:
         raise typer.Exit(1)
 
 

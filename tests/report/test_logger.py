@@ -92,7 +92,10 @@ def test_run_dir_is_new_or_refused(tmp_path: Path) -> None:
     (run / "checkpoint").mkdir()
     with pytest.raises(RunFolderError) as caught:
         create_run_dir(run)
-    assert str(caught.value) == (f"the run folder {run} is not empty: choose another with --out or pass --overwrite")
+    assert str(caught.value) == (
+        f"the run folder {run} is not empty, it holds a run: go on with it by --resume, choose another with --out, or "
+        "pass --overwrite to replace it"
+    )
     create_run_dir(run, overwrite=True)
     assert list(run.iterdir()) == []
 

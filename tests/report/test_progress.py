@@ -1,6 +1,9 @@
 """Progress is lines without a terminal and a bar with one."""
 
 import io
+import time
+
+import pytest
 
 from tracefp4.report import progress
 
@@ -48,3 +51,20 @@ def test_a_sentence_above_the_bar_stays_one_line() -> None:
         bar.step()
     assert text in out.getvalue()  # whole: neither folded, nor read as markup, nor overwritten by the bar
     assert out.getvalue().split(text)[1].startswith("\n")
+
+
+def test_slow_steps_are_shown_with_the_time_left_and_a_resumed_run_counts_from_where_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    out = io.StringIO()
+    with progress(total=200, label="trace", done=100, file=out) as bar:
+        for _ in range(3):
+            clock[0] += 40.0
+            bar.step(reward=0.5)
+    assert out.getvalue().splitlines() == [
+        "trace: step 101/200  reward 0.5  66 min left",
+        "trace: step 102/200  reward 0.5  65 min left",
+        "trace: step 103/200  reward 0.5  65 min left",
+    ]

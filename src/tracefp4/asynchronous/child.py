@@ -20,6 +20,7 @@ from tracefp4.asynchronous.channel import Channel
 from tracefp4.asynchronous.messages import Failed
 from tracefp4.errors import TracefpError
 from tracefp4.loop import RunConfig
+from tracefp4.loop.training import guidance_url
 from tracefp4.report.provenance import usable_cores
 from tracefp4.signals import SIGNALS, Stopped
 
@@ -35,7 +36,7 @@ class Payload:
     @property
     def guidance_url(self) -> str:
         """Two processes cannot share memory's store: the run folder holds it unless a place was given."""
-        url = self.config.guidance.url
+        url = guidance_url(self.config)
         return str(self.run_dir / "guidance") if url == "memory" else url
 
 

@@ -25,7 +25,7 @@ from tracefp4.files import replaced_dir, storage_errors
 from tracefp4.guidance.disk import ShardStore, make_store
 from tracefp4.loop import RunConfig, preflight
 from tracefp4.loop.run import drive
-from tracefp4.loop.training import prompt_metrics, rollout_metrics
+from tracefp4.loop.training import clear_store, prompt_metrics, rollout_metrics
 from tracefp4.report import write_json_atomic
 from tracefp4.report.logger import EVENTS, METRICS, TIMING
 from tracefp4.saves import BEST_FACTS, STATES
@@ -52,8 +52,7 @@ class AsyncTrainingRun:
 
     def begin(self, resumed: bool) -> None:
         """Tells the supervisor where the trainer stands; the rollout starts from there."""
-        if isinstance(self.store, ShardStore):
-            self.store.clear()  # records of processes that are gone
+        clear_store(self.store)  # records of processes that are gone
         self.channel.send(Ready(self._publish()))
 
     def _publish(self) -> Weights:

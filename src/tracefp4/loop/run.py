@@ -189,7 +189,7 @@ def _train(
     c = run.config.run
     with (
         RunLogger(run_dir, c.tensorboard, first_step=at.finished, resumed=at.trained > 0) as logger,
-        progress(c.steps - at.finished, f"{run.parts.method.name}, seed {c.seed}") as bar,
+        progress(c.steps, f"{run.parts.method.name}, seed {c.seed}", done=at.finished) as bar,
     ):
         watch = make_watch(run.config, run_dir, at.finished, bar.say)
         for index in range(at.finished, c.steps):

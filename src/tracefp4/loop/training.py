@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tracefp4.errors import TracefpError
-from tracefp4.files import replaced_dir
+from tracefp4.files import replaced_dir, warn
 from tracefp4.guidance.disk import ShardStore, make_store
 from tracefp4.guidance.store import GuidanceStore
 from tracefp4.loop.config import RunConfig
@@ -38,7 +38,7 @@ class TrainingRun:
             torch.set_num_threads(config.run.threads)
         torch.manual_seed(config.run.seed)
         self.method, self.tokenizer, self.task, self.recipe = parts.method, parts.tokenizer, parts.task, parts.recipe
-        self.store = make_store(config.guidance)
+        self.store = make_store(config.guidance.model_copy(update={"url": guidance_url(config)}))
         self.engine = parts.make_engine(self.store)
         self.trainer = parts.make_trainer(self.store)
         try:
@@ -54,8 +54,7 @@ class TrainingRun:
         """Called once, before the first step or evaluation; resumed: the trainer's state has just been loaded."""
         if resumed:
             self.publish()
-        if isinstance(self.store, ShardStore):
-            self.store.clear()  # records of an earlier process, which this run makes again
+        clear_store(self.store)  # records of an earlier process, which this run makes again
 
     def step(self, index: int) -> tuple[dict[str, float], dict[str, float]]:
         """One RL step; returns (metrics, wall-clock figures)."""
@@ -160,6 +159,21 @@ def rollout_metrics(trajectories: Sequence[Trajectory], trainer_version: int) ->
         "policy/lag_max": float(max(lags)),
         "guidance/bytes_per_token": stored / rows,
     }
+
+
+def guidance_url(config: RunConfig) -> str:
+    """Where this run's records live: below ``guidance.url``, so that the runs of a comparison can share a place."""
+    url = config.guidance.url
+    return url if url == "memory" else f"{url.rstrip('/')}/{config.method.name}-seed{config.run.seed}"
+
+
+def clear_store(store: GuidanceStore) -> None:
+    """Removes what is in a store on disk. A disk that refuses costs space, and is warned about."""
+    if isinstance(store, ShardStore):
+        try:
+            store.clear()
+        except OSError as error:
+            warn(f"guidance of an earlier process stays in {store.url}: {error}")
 
 
 def store_figures(store: GuidanceStore) -> dict[str, float]:

@@ -47,6 +47,11 @@ def create_run_dir(path: str | Path, *, overwrite: bool = False) -> Path:
     path = ensure_dir(path)
     present = {entry.name for entry in path.iterdir()} - {LOCK}  # whoever holds the lock removes it
     if present and not overwrite:
+        if METRICS in present:
+            raise RunFolderError(
+                f"the run folder {path} is not empty, it holds a run: go on with it by --resume, choose another with "
+                "--out, or pass --overwrite to replace it"
+            )
         raise RunFolderError(f"the run folder {path} is not empty: choose another with --out or pass --overwrite")
     if present and METRICS not in present and not present <= _OURS:
         raise RunFolderError(f"{path} holds no tracefp4 run, so --overwrite leaves it alone: choose another --out")
