@@ -220,7 +220,7 @@ def _check_prompts(parts: Parts) -> None:
     # On the meta device nothing is allocated; a cache that is too small for one sequence shows all the same.
     engine = RolloutEngine(parts.hf_config, parts.recipe, parts.rollout, device="meta")
     sampling = SamplingParams(max_new_tokens=config.sampling.max_new_tokens)
-    engine.add_request(Request("longest", max(encoded, key=len), sampling))
+    engine.add_request(Request("with the longest prompt", max(encoded, key=len), sampling))
 
 
 def _check_batch(config: RunConfig) -> None:
