@@ -1,6 +1,6 @@
 """Events that could hand a token the wrong record: each leaves the right rows, or rows that are known to be unusable.
 
-The trainer's side is part of every test: what counts is which rows of a trajectory end up guided, and why others do not.
+The trainer's side is part of every test: which rows of a trajectory end up guided, and why the others do not.
 """
 
 from __future__ import annotations
