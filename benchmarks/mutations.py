@@ -2,8 +2,9 @@
 
 python benchmarks/mutations.py [--only WORD]
 
-The mutations are in mutations.toml; each is applied to a copy of src. Exit code 1 where one survives, where its text is
-not in its file exactly once, or where pytest ends otherwise than by a failed test: a test that is gone kills nothing.
+The mutations are in mutations.toml; each is applied to a copy of src, whose tests pass before. Exit code 1 where one
+survives, where its text is not in its file exactly once, or where pytest ends otherwise than by a failed test: a test
+that is gone kills nothing.
 """
 
 from __future__ import annotations
@@ -46,27 +47,32 @@ class Mutation:
         target.write_text(text.replace(self.old, self.new))
 
 
-def outcome(mutation: Mutation) -> str:
-    """ "killed", or "SURVIVED" with the reason."""
+def run_tests(tests: list[str], mutation: Mutation | None = None) -> tuple[int, str]:
+    """pytest's exit code and output over a copy of src, mutated or as it is. Raises ValueError as ``apply`` does."""
     with tempfile.TemporaryDirectory() as folder:
         src = Path(folder, "src")
         shutil.copytree(ROOT / "src", src, ignore=shutil.ignore_patterns("__pycache__"))
-        try:
+        if mutation is not None:
             mutation.apply(src)
-        except ValueError as error:
-            return f"SURVIVED: {error}"
-        tests = [f"tests/{t}" for t in mutation.tests]
         run = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests],
+            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *(f"tests/{t}" for t in tests)],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(src)},
             capture_output=True,
             text=True,
         )
-    if run.returncode == TESTS_FAILED:
+    return run.returncode, (run.stdout + run.stderr)[-2000:]
+
+
+def outcome(mutation: Mutation) -> str:
+    """ "killed", or "SURVIVED" with the reason."""
+    try:
+        code, output = run_tests(mutation.tests, mutation)
+    except ValueError as error:
+        return f"SURVIVED: {error}"
+    if code == TESTS_FAILED:
         return "killed"
-    why = "" if run.returncode == 0 else f": pytest ended with {run.returncode}\n{(run.stdout + run.stderr)[-2000:]}"
-    return f"SURVIVED{why}"
+    return "SURVIVED" if code == 0 else f"SURVIVED: pytest ended with {code}\n{output}"
 
 
 def main() -> int:
@@ -77,6 +83,10 @@ def main() -> int:
     chosen = [m for m in (Mutation(**row) for row in table) if only in m.name]
     if not chosen:
         parser.error(f"no mutation has {only!r} in its name")
+    code, output = run_tests(sorted({t for m in chosen for t in m.tests}))
+    if code != 0:
+        print(f"the tests fail without any mutation:\n{output}")
+        return 1
     killed = 0
     for mutation in chosen:
         result = outcome(mutation)
