@@ -17,7 +17,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_running_sums_is_the_default(recipe: Path) -> None:
-    recipe.write_text("")
+    recipe.write_text("[run]\nsteps = 2\n")
     assert load_config(recipe, [], RunConfig).task == RunningSumsConfig()
     assert load_config(recipe, ["task.max_terms=4"], RunConfig).task == RunningSumsConfig(max_terms=4)
     recipe.write_text("[task]\nseed = 3\n")
@@ -102,7 +102,7 @@ ERRORS = [
 
 @pytest.mark.parametrize(("body", "override", "sentence"), ERRORS)
 def test_wrong_task_sections(recipe: Path, body: str, override: str, sentence: str) -> None:
-    recipe.write_text(body)
+    recipe.write_text(body or "[run]\nsteps = 2\n")  # a recipe without a key is refused
     with pytest.raises(ConfigError) as caught:
         load_config(recipe, [override] if override else [], RunConfig)
     assert sentence in str(caught.value)
