@@ -1,6 +1,8 @@
 """Settings of all tests."""
 
 import os
+import signal
+import threading
 
 import torch
 
@@ -13,3 +15,11 @@ if not torch.cuda.is_available():
     # Without a GPU, Triton's kernels run under its interpreter. It must know before its first import, which importing
     # transformers brings about, so this stands here and not beside the tests of the kernels.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A shell that starts this in the background, or under nohup, leaves SIGINT or SIGHUP ignored; children inherit that, and
+# tests that send these signals would wait for ever.
+if threading.current_thread() is threading.main_thread():
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
