@@ -16,8 +16,8 @@ if not torch.cuda.is_available():
     # transformers brings about, so this stands here and not beside the tests of the kernels.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# A shell that starts this in the background, or under nohup, leaves SIGINT or SIGHUP ignored; children inherit that, and
-# tests that send these signals would wait for ever.
+# A shell that starts this in the background, or under nohup, leaves SIGINT or SIGHUP ignored. Children inherit that,
+# and tests that send these signals would wait for ever.
 if threading.current_thread() is threading.main_thread():
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
