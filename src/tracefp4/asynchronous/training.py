@@ -21,14 +21,13 @@ from tracefp4.asynchronous.messages import Done, Evaluate, Evaluated, Groups, Pu
 from tracefp4.asynchronous.rollout import rollout_main
 from tracefp4.asynchronous.supervisor import Supervisor
 from tracefp4.errors import TracefpError
-from tracefp4.files import replaced_dir, storage_errors
+from tracefp4.files import storage_errors
 from tracefp4.guidance.disk import ShardStore, make_store
 from tracefp4.loop import RunConfig, preflight
 from tracefp4.loop.run import drive
-from tracefp4.loop.training import clear_store, prompt_metrics, rollout_metrics
-from tracefp4.report import write_json_atomic
+from tracefp4.loop.training import clear_store, prompt_lengths, rollout_metrics, save_policy
 from tracefp4.report.logger import EVENTS, METRICS, TIMING
-from tracefp4.saves import BEST_FACTS, STATES
+from tracefp4.saves import STATES
 from tracefp4.signals import Stopped, hold
 from tracefp4.train.checkpoint import latest_facts
 from tracefp4.types import RolloutBatch, Trajectory
@@ -80,7 +79,7 @@ class AsyncTrainingRun:
         clock.append(time.perf_counter())
         trajectories = _numbered(received.groups)
         metrics = rollout_metrics(trajectories, self.trainer.version)
-        metrics |= prompt_metrics([g.trajectories[0].prompt_ids for g in received.groups], dropped=0, truncated=0)
+        metrics |= prompt_lengths([g.trajectories[0].prompt_ids for g in received.groups])
         metrics |= received.counts | _summed(received.groups)
         hold()  # a policy that is half updated is no state to go on from; drive releases
         metrics |= self.trainer.update(RolloutBatch(trajectories, self.trainer.version))
@@ -114,11 +113,7 @@ class AsyncTrainingRun:
 
     def save(self, directory: Path, facts: dict[str, Any] | None = None) -> None:
         """As ``TrainingRun.save``."""
-        with replaced_dir(directory) as staging:
-            self.trainer.model.save_pretrained(staging)
-            self.parts.tokenizer.save_pretrained(staging)
-            if facts is not None:
-                write_json_atomic(staging / BEST_FACTS, facts)
+        save_policy(self.trainer, self.parts.tokenizer, directory, facts)
 
     def close(self) -> None:
         self.parts.close()

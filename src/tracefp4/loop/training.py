@@ -21,6 +21,7 @@ from tracefp4.report import write_json_atomic
 from tracefp4.saves import BEST_FACTS
 from tracefp4.signals import hold
 from tracefp4.tasks import CountingTask, Prompt, Task
+from tracefp4.train.trainer import GRPOTrainer
 from tracefp4.types import GuidanceHandle, Request, RolloutBatch, Trajectory
 
 
@@ -129,17 +130,22 @@ class TrainingRun:
 
         facts: for a best.json beside them. Raises StorageError where the disk refuses; what was there stays.
         """
-        with replaced_dir(directory) as staging:
-            self.trainer.model.save_pretrained(staging)
-            self.tokenizer.save_pretrained(staging)
-            if facts is not None:
-                write_json_atomic(staging / BEST_FACTS, facts)
+        save_policy(self.trainer, self.tokenizer, directory, facts)
 
     def close(self) -> None:
         """Ends what the task and the store keep running."""
         self.parts.close()
         if isinstance(self.store, ShardStore):
             self.store.close()
+
+
+def save_policy(trainer: GRPOTrainer, tokenizer: Any, directory: Path, facts: dict[str, Any] | None) -> None:
+    """See ``TrainingRun.save``."""
+    with replaced_dir(directory) as staging:
+        trainer.model.save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
+        if facts is not None:
+            write_json_atomic(staging / BEST_FACTS, facts)
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory], trainer_version: int) -> dict[str, float]:
@@ -183,10 +189,12 @@ def store_figures(store: GuidanceStore) -> dict[str, float]:
 
 def prompt_metrics(encoded: Sequence[tuple[int, ...]], dropped: int, truncated: int) -> dict[str, float]:
     """Lengths of a step's prompts, and how many did not fit."""
+    return {"prompt/dropped": float(dropped), "prompt/truncated": float(truncated)} | prompt_lengths(encoded)
+
+
+def prompt_lengths(encoded: Sequence[tuple[int, ...]]) -> dict[str, float]:
     lengths = [len(ids) for ids in encoded]
     return {
-        "prompt/dropped": float(dropped),
-        "prompt/truncated": float(truncated),
         "prompt/length_mean": sum(lengths) / len(lengths),
         "prompt/length_max": float(max(lengths)),
     }
