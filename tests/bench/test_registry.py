@@ -12,9 +12,9 @@ from tracefp4.bench.registry import Case, Result, derive, run_case, table, write
 CPU = torch.device("cpu")
 
 
-def fixed_timer(run: Any) -> tuple[float, tuple[float, float], bool]:
+def fixed_timer(run: Any, *, graph: bool = True) -> tuple[float, tuple[float, float], bool]:
     run()
-    return 100.0, (90.0, 120.0), True
+    return 100.0, (90.0, 120.0), graph
 
 
 def case(name: str, check: Any, **extra: Any) -> Case:
