@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -23,6 +24,9 @@ from tracefp4.loop import RunConfig
 from tracefp4.loop.training import guidance_url
 from tracefp4.report.provenance import usable_cores
 from tracefp4.signals import SIGNALS, Stopped
+
+ALIVE_SECONDS = 5.0
+"""A child that works and has nothing to hand over says so this often."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ def child(connection: Connection, payload: Payload) -> Iterator[Channel]:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the supervisor starts its children with them blocked
     torch.set_num_threads(payload.config.run.threads or max(1, usable_cores() // 2))
+    faulthandler.register(signal.SIGUSR1)  # where a hung process stands, before the supervisor ends it
     threading.Thread(target=_end_with_supervisor, name="end-with-supervisor", daemon=True).start()
     channel = Channel(connection)
     try:

@@ -34,6 +34,7 @@ FREE_ON_RESUME = frozenset(
         f"run.{key}"
         for key in ("steps", "save_every", "state_every", "keep_states", "keep_best", "tensorboard", "threads")
     ]
+    + [f"run.{key}" for key in ("hang_seconds", "start_seconds", "max_restarts")]
     + [f"watch.{key}" for key in WatchConfig.model_fields]
     + [f"guidance.{key}" for key in GuidanceStoreConfig.model_fields]
 )
@@ -131,6 +132,8 @@ class Steps(Protocol):
     config: RunConfig
     parts: Parts
     trainer: GRPOTrainer
+    totals: dict[str, float]
+    """Figures that add up over the run: kept in its states, and set before ``begin`` where it goes on from one."""
 
     def begin(self, resumed: bool) -> None: ...
 
@@ -238,6 +241,7 @@ def _save_state(run: Steps, run_dir: Path, at: Position) -> None:
         "config": resolved(run.config),
         "recipe_hash": run.parts.recipe.hash,
         "counters": counters,
+        "totals": run.totals,
         "pass_rate_start": at.start,
         "pending": at.unlogged,
     }
@@ -271,6 +275,7 @@ def _resume(run: Steps, run_dir: Path) -> Position:
             f"the newest state in {run_dir / STATES} lacks {error}: go on with the version that its run.json names, or "
             "train into another folder"
         ) from None
+    run.totals = facts.get("totals", {})  # a state of an older version has none
     pending = facts.get("pending")
     at = Position(facts["step"], facts["pass_rate_start"], tuple(pending) if pending else None)
     at.saved = at.trained

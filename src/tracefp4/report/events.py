@@ -30,7 +30,12 @@ class EventLog:
 
     def write(self, event: Mapping[str, Any]) -> None:
         """event: plain JSON values, its step among them."""
-        append_text(self.path, json.dumps(event, sort_keys=True, allow_nan=False) + "\n")
+        append_event(self.path.parent, event)
+
+
+def append_event(run_dir: str | Path, event: Mapping[str, Any]) -> None:
+    """Adds a line while no ``EventLog`` of another process is at work there. event: as for ``EventLog.write``."""
+    append_text(Path(run_dir) / EVENTS, json.dumps(event, sort_keys=True, allow_nan=False) + "\n")
 
 
 def events_before(run_dir: str | Path, step: int) -> list[str]:
