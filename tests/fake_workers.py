@@ -172,6 +172,7 @@ def trainer(connection: Connection, run: FakeRun, lost: int) -> None:
             note(run, "trainer", version=version, groups=used, lags=lags, totals=totals, replaced=got.replaced)
             if version == 1:
                 hang_here(run, "trainer")
+            channel.send(Alive())
             time.sleep(run.step_seconds)
             if version in run.kill_trainer_at and once(run.folder, f"trainer-{version}"):
                 os.kill(os.getpid(), signal.SIGKILL)

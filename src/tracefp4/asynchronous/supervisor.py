@@ -24,6 +24,7 @@ from tracefp4.asynchronous.channel import Channel
 from tracefp4.asynchronous.messages import (
     Aborted,
     Admit,
+    Alive,
     Counted,
     Done,
     Evaluate,
@@ -105,7 +106,7 @@ class Supervisor:
         self._settings = (groups_per_step, max_version_diff, on_stale)
         self._buffer = GroupBuffer(*self._settings)
         self._max_restarts, self._patience, self._notify = max_restarts, patience or Patience(), notify
-        self._context = multiprocessing.get_context(start_method)
+        self._context: Any = multiprocessing.get_context(start_method)
         self._trainer: Child | None = None
         self._rollout: Child | None = None
         self._weights: Weights | None = None
@@ -286,6 +287,8 @@ class Supervisor:
                 self._tell_rollout(message)
             case Done(summary):
                 self._summary = summary
+            case Alive():
+                pass
             case _:
                 raise AssertionError(f"the trainer sent {type(message).__name__}")
 
@@ -326,8 +329,10 @@ class Supervisor:
                 self._tell_trainer(message)
             case Loaded(version):
                 self._remove_weights_before(version)
+            case Alive():
+                pass
             case _:
-                pass  # Alive
+                raise AssertionError(f"the rollout sent {type(message).__name__}")
 
     def _serve(self) -> None:
         """Gives the trainer its groups once they are there."""
