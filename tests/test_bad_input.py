@@ -692,7 +692,7 @@ RESUMES: dict[str, tuple[Make, str, str]] = {
     "broken metrics": (text("{x\n{}\n", "metrics.jsonl"), "", "out/metrics.jsonl lacks step 0.*start it anew"),
     "binary metrics": (text(b"\xff\n\xff\n", "metrics.jsonl"), "", "out/metrics.jsonl lacks step 0.*start it anew"),
     "no timing": (lambda at: (at / "timing.jsonl").unlink(), "", "out/timing.jsonl lacks step 0.*start it anew"),
-    "broken events": (text("{\n", "events.jsonl"), "", "line 1 of out/events.jsonl is no event: mend or remove"),
+    "broken events": (text("{\n", "events.jsonl"), "", "line 1 of out/events.jsonl is of no step: mend or remove"),
     "broken run.json": (text("{", "run.json"), "", "out/run.json cannot be read .*: mend it, or train into another"),
     "complete, no state": (
         without_states,
