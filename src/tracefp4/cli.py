@@ -1,4 +1,4 @@
-"""The command line: `tracefp4 train | compare | eval | report | warmstart | methods | plan | guidance`.
+"""The command line: `tracefp4 train | compare | status | eval | report | warmstart | methods | plan | guidance`.
 
 A user's error is one sentence on standard error and exit code 2; an unexpected exception keeps its traceback.
 Commands import what they run on use, so that `--help` answers at once.
@@ -235,6 +235,32 @@ def _print_evaluation(facts: dict[str, Any], path: Path) -> None:
 
 
 @app.command()
+def status(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders that hold some.", show_default=False)
+    ],
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
+) -> None:
+    """Show where runs stand: steps, time left, recent figures, warnings."""
+    from rich.console import Console
+
+    from tracefp4.report.status import status_objects, status_table, statuses
+
+    rows = statuses(runs)
+    if as_json:
+        print(json.dumps(status_objects(rows), indent=2, sort_keys=True))
+        return
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)
+    console.print(status_table(rows))
+    for row in rows:
+        if row.last_warning:
+            console.print(f"{row.run}: {row.last_warning}", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
 def report(
     runs: Annotated[
         list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders that hold some.", show_default=False)
@@ -427,7 +453,9 @@ def _train_one(run_dir: Path, config: RunConfig, resume: bool) -> bool:
     if why := final.get("stopped_by"):
         _say(f"{run_dir}: stopped by watch.{why['name']} after step {why['step']}; --resume goes on")
         return False
-    _say(f"{run_dir}: done in {time.monotonic() - started:.1f} s")
+    start, end = (final.get(f"eval/pass_rate_{when}") for when in ("start", "end"))
+    rates = "" if start is None or end is None else f", held-out pass rate {start:.3f} -> {end:.3f}"
+    _say(f"{run_dir}: done in {time.monotonic() - started:.1f} s{rates}")
     return True
 
 

@@ -22,6 +22,7 @@ from tracefp4.loop.training import TrainingRun, response_samples
 from tracefp4.report import RunLogger, StepLog, progress, read_jsonl, write_json_atomic
 from tracefp4.report.events import lines_before
 from tracefp4.report.logger import CONFIG, EVENTS, FINAL, METRICS, RUN, SAMPLES, TIMING, steps_before
+from tracefp4.report.notify import Notifier, for_run
 from tracefp4.report.provenance import append_resume, checkpoint_fingerprint, provenance
 from tracefp4.saves import CHECKPOINT, STATES, Position, Saves, check_space, space_missing
 from tracefp4.signals import Stopped, release
@@ -158,6 +159,43 @@ class Steps(Protocol):
 def drive(
     run: Steps, run_dir: Path, on_step: Callable[[int, dict[str, float]], None] | None, resume: bool
 ) -> dict[str, Any]:
+    """Drives a run from where it stands to its summary, see ``run_training``, and tells ``watch.command`` how it
+    ended."""
+    c = run.config
+    notifier = for_run(run_dir, run.parts.method.name, c.run.seed, c.watch.command, c.watch.command_seconds)
+    try:
+        summary = _drive(run, run_dir, on_step, resume, notifier)
+    except Stopped as stop:
+        notifier.send("stopped", f"stopped by {stop}")
+        raise
+    except BaseException as error:
+        notifier.send("failed", " ".join(str(error).split()) or type(error).__name__)
+        raise
+    else:
+        if stopped := summary.get("stopped_by"):
+            notifier.send("stopped", f"watch.{stopped['name']}: {stopped['message']}", final=summary)
+        else:
+            notifier.send("done", _ending(summary), final=summary)
+        return summary
+    finally:
+        notifier.close()
+
+
+def _ending(summary: dict[str, Any]) -> str:
+    text = f"done after {summary['steps']} steps"
+    if summary.get("eval/pass_rate_end") is None:
+        return text
+    start, end = (summary[f"eval/pass_rate_{when}"] for when in ("start", "end"))
+    return f"{text}: held-out pass rate {start:.3f} -> {end:.3f}"
+
+
+def _drive(
+    run: Steps,
+    run_dir: Path,
+    on_step: Callable[[int, dict[str, float]], None] | None,
+    resume: bool,
+    notifier: Notifier,
+) -> dict[str, Any]:
     config = run.config
     at = _resume(run, run_dir) if resume else Position()
     if at.trained:  # not before: what cannot go on stays as it is
@@ -169,7 +207,7 @@ def drive(
     try:
         if not at.trained:
             at.start = run.evaluate("start")
-        watch = _train(run, run_dir, at, saves, on_step)
+        watch = _train(run, run_dir, at, saves, on_step, notifier)
         run.save(run_dir / CHECKPOINT)
         end = run.evaluate("end") if watch.stopped is None else None
     except Stopped as stop:
@@ -198,6 +236,7 @@ def _train(
     at: Position,
     saves: Saves,
     on_step: Callable[[int, dict[str, float]], None] | None,
+    notifier: Notifier,
 ) -> Watch:
     """The steps that are left; ``at`` says at every moment which are done."""
     c = run.config.run
@@ -205,7 +244,7 @@ def _train(
         RunLogger(run_dir, c.tensorboard, first_step=at.finished, resumed=at.trained > 0) as logger,
         progress(c.steps, f"{run.parts.method.name}, seed {c.seed}", done=at.finished) as bar,
     ):
-        watch = make_watch(run.config, run_dir, at.finished, bar.say)
+        watch = make_watch(run.config, run_dir, at.finished, bar.say, notifier)
         samples = StepLog(run_dir, at.finished, SAMPLES)
         for index in range(at.finished, c.steps):
             if at.unlogged is None:
@@ -245,13 +284,17 @@ def _write_samples(log: StepLog, lines: list[dict[str, Any]]) -> None:
         warn(f"the step's sampled responses are not written: {error}")
 
 
-def make_watch(config: RunConfig, run_dir: Path, first: int, say: Callable[[str], None]) -> Watch:
+def make_watch(
+    config: RunConfig, run_dir: Path, first: int, say: Callable[[str], None], notifier: Notifier | None = None
+) -> Watch:
     """The run's watchdogs, in the state they were in after the steps that metrics.jsonl holds."""
     log = StepLog(run_dir, first)
 
     def report(event: Event) -> None:
         log.write(asdict(event))
         say(f"{'stop' if event.level == 'stop' else 'warning'}: {event.name}: {event.message}")
+        if notifier is not None and event.level != "stop":  # of a stop the run's end tells
+            notifier.send("warning", f"{event.name}: {event.message}", event=asdict(event))
 
     watch = Watch(config.watch, resolved(config), report)
     watch.replay(read_jsonl(run_dir / METRICS))
