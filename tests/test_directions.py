@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "tracefp4"
 
-LEAVES = {"types", "config", "config_problems", "errors", "files", "signals"}
+LEAVES = {"types", "config", "config_problems", "errors", "files", "signals", "terminal"}
 CORE = LEAVES | {"formats", "kernels", "recipe"}
 
 ALLOWED: dict[str, set[str]] = {
@@ -18,6 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": LEAVES,
     "files": LEAVES,
     "signals": LEAVES,
+    "terminal": LEAVES,
     "saves": LEAVES,
     "formats": LEAVES,
     "kernels": LEAVES | {"formats"},
