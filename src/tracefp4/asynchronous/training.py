@@ -39,7 +39,7 @@ from tracefp4.loop import RunConfig, preflight
 from tracefp4.loop.run import drive
 from tracefp4.loop.training import clear_store, prompt_lengths, rollout_metrics, save_policy
 from tracefp4.report.events import append_event
-from tracefp4.report.logger import EVENTS, METRICS, TIMING
+from tracefp4.report.logger import EVENTS, METRICS, SAMPLES, TIMING
 from tracefp4.saves import STATES
 from tracefp4.signals import Stopped, hold
 from tracefp4.train.checkpoint import latest_facts
@@ -61,6 +61,7 @@ class AsyncTrainingRun:
         wait = max(WAIT_FOR_RECORD_SECONDS, config.guidance.wait_seconds)
         self.store = make_store(config.guidance.model_copy(update={"url": payload.guidance_url, "wait_seconds": wait}))
         self.trainer = self.parts.make_trainer(self.store)
+        self.trajectories: list[Trajectory] = []
         self.totals: dict[str, float] = {}
         self._said = time.monotonic()
         for layer in self.trainer.model.get_decoder().layers:
@@ -103,7 +104,7 @@ class AsyncTrainingRun:
         self._send(Want(self.trainer.version))
         received: Groups = self._receive(Groups)
         clock.append(time.perf_counter())
-        trajectories = _numbered(received.groups)
+        self.trajectories = trajectories = _numbered(received.groups)
         metrics = rollout_metrics(trajectories, self.trainer.version)
         metrics |= prompt_lengths([g.trajectories[0].prompt_ids for g in received.groups])
         metrics |= _summed(received.groups) | {"async/ready_groups": float(received.ready)}
@@ -171,7 +172,7 @@ def trainer_main(connection: Connection, payload: Payload, lost: int) -> None:
             payload = replace(payload, resume=True)
             if latest_facts(payload.run_dir / STATES) is None:  # before the first state: from the start
                 # Event files stay: a viewer that shows them is told of the new start, see RunLogger.
-                for name in (METRICS, TIMING, EVENTS):
+                for name in (METRICS, TIMING, EVENTS, SAMPLES):
                     (payload.run_dir / name).unlink(missing_ok=True)
         run = AsyncTrainingRun(payload, channel)
         try:
