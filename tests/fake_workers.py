@@ -44,7 +44,8 @@ from tracefp4.types import Trajectory
 class FakeRun:
     """folder: where each process appends what it did. kill_*: (group or step) at which a process kills itself. hang:
     who stops doing anything, once: "rollout", "rollout start", "evaluation", "trainer", "trainer start"; "trainer
-    always" as well in every process that follows. stale_groups: the rollout ends them half-done."""
+    always" as well in every process that follows. stale_groups: the rollout ends them half-done. heir: a rollout that
+    kills itself leaves a process behind, which holds its end of the channel."""
 
     folder: str
     steps: int = 6
@@ -57,6 +58,7 @@ class FakeRun:
     skipped_groups: tuple[int, ...] = ()
     stale_groups: tuple[int, ...] = ()
     state_every: int = 2
+    heir: bool = False
 
 
 def trajectory(index: int, versions: list[int]) -> Trajectory:
@@ -129,6 +131,9 @@ def rollout(connection: Connection, run: FakeRun, start: RolloutStart) -> None:
             for index, versions in list(running.items()):
                 versions.append(version)
                 if index in run.kill_rollout_at and once(run.folder, f"rollout-{index}"):
+                    if run.heir and os.fork() == 0:
+                        time.sleep(30)
+                        os._exit(0)
                     os.kill(os.getpid(), signal.SIGKILL)
                 if index in run.stale_groups and len(versions) == 2:
                     del running[index]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import struct
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 
 import fake_workers
 from fake_workers import FakeRun
+from tracefp4.asynchronous import process
 from tracefp4.asynchronous.channel import Channel
 from tracefp4.asynchronous.messages import Alive, Evaluated, Finished, Published, Want, Weights
 from tracefp4.asynchronous.process import TURN_SECONDS, Child, Patience
@@ -74,6 +77,15 @@ def test_a_child_that_nobody_waits_for_does_not_hang(pair: Pair) -> None:
     pair.child.wait_on(1000)
     pair.child.forgive()
     assert pair.child.hangs is None
+
+
+def test_a_message_that_does_not_end_is_the_end_of_its_child(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sender was stopped within it."""
+    monkeypatch.setattr(process, "MESSAGE_SECONDS", 0.1)
+    os.write(pair.process_side.connection.fileno(), struct.pack("!i", 1 << 20) + bytes(100))
+    with pytest.raises(ConnectionError, match="does not end"):
+        pair.child.receive(owes=True)
+    pair.process_side.close()  # what a kill does
 
 
 def test_no_limit() -> None:

@@ -117,6 +117,14 @@ def test_a_killed_rollout_is_replaced_and_its_groups_are_made_again(tmp_path: Pa
     assert sum("rollout process was killed by signal 9" in text for text in said) == 2
 
 
+def test_a_dead_rollout_is_noticed_though_another_process_holds_its_channel(tmp_path: Path) -> None:
+    run = FakeRun(str(tmp_path), kill_rollout_at=(3,), heir=True)
+    boss, said = supervisor(run)
+    boss.run()
+    check_steps(run)
+    assert said == ["the rollout process was killed by signal 9; a new one takes over its unfinished groups"]
+
+
 def test_a_killed_trainer_goes_on_from_its_state_with_a_new_rollout(tmp_path: Path) -> None:
     run = FakeRun(str(tmp_path), steps=7, kill_trainer_at=(3, 4))
     boss, said = supervisor(run)

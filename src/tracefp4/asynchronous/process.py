@@ -17,6 +17,8 @@ from tracefp4.asynchronous.channel import Channel
 from tracefp4.asynchronous.messages import Alive, Evaluated, Finished, Published
 
 TURN_SECONDS = 1.0
+MESSAGE_SECONDS = 60.0
+"""How long the rest of a message that has begun may take: its sender may be stopped within it."""
 STACKS_SECONDS = 2.0
 """How long a hung child is given to write where its threads stand."""
 
@@ -33,14 +35,14 @@ class Patience:
 class Child:
     """One child process.
 
-    A message goes out whole and in order on a thread of its own: no signal cuts it, and a child that has stopped
-    reading holds up nobody.
+    Messages go out whole and in order on a thread of its own and come in on another: no signal cuts one, and a child
+    that has stopped reading, or stopped in the middle of a message, holds up nobody for ever.
     """
 
     def __init__(self, name: str, process: BaseProcess, channel: Channel, patience: Patience | None = None) -> None:
         self.name, self.process, self.channel = name, process, channel
         self._patience = patience or Patience()
-        self._sender = ThreadPoolExecutor(1)
+        self._sender, self._receiver = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._silent = 0.0
         self._worked = False
 
@@ -56,12 +58,20 @@ class Child:
     def receive(self, owes: bool) -> Any:
         """The next message. owes: others wait for work of this child, so that it is no progress to be idle. Raises
         ConnectionError where the child is gone."""
-        message = self.channel.receive()
+        try:
+            message = self._receiver.submit(self.channel.receive).result(MESSAGE_SECONDS)
+        except TimeoutError:
+            raise ConnectionError("the message does not end") from None
         idle = isinstance(message, Alive) and message.idle
         if not (idle and owes):
             self._silent = 0.0
         self._worked |= isinstance(message, Alive | Finished | Evaluated | Published) and not idle
         return message
+
+    @property
+    def is_gone(self) -> bool:
+        """Dead and read to the end. A process that it left behind may hold its end of the channel open."""
+        return not self.process.is_alive() and not self.channel.pending()
 
     def wait_on(self, seconds: float) -> None:
         """``seconds`` more have gone by in which others waited for this child."""
@@ -108,5 +118,6 @@ class Child:
             self.kill(stacks=why is not None)
         self.process.join()
         self._sender.shutdown()
+        self._receiver.shutdown()
         self.channel.close()
         return why

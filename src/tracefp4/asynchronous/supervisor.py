@@ -233,6 +233,9 @@ class Supervisor:
                 self._lost(child, _exit_reason(child.process.exitcode))
                 continue
             self._handle(child, message)
+        for child in children:
+            if child in (self._rollout, self._trainer) and child.is_gone:
+                self._lost(child, _exit_reason(child.process.exitcode))
         self._replace_hung()
 
     def _owes(self, child: Child) -> bool:
