@@ -220,7 +220,7 @@ def test_a_trainer_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
 
 def test_what_was_replaced_is_told_again_where_the_files_are_cut_back(tmp_path: Path) -> None:
     """The step that was told of the rollout's death is done again by the next trainer, from the state before."""
-    run = FakeRun(str(tmp_path), steps=7, kill_rollout_at=(5,), kill_trainer_at=(3,), step_seconds=0.2)
+    run = FakeRun(str(tmp_path), steps=7, kill_rollout_at=(9,), kill_trainer_at=(3,), step_seconds=0.3)
     boss, said = supervisor(run)
     boss.run()
     steps = lines(run, "trainer")
