@@ -220,16 +220,17 @@ def test_a_trainer_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
 
 def test_what_was_replaced_is_told_again_where_the_files_are_cut_back(tmp_path: Path) -> None:
     """The step that was told of the rollout's death is done again by the next trainer, from the state before."""
-    run = FakeRun(str(tmp_path), steps=7, kill_rollout_at=(9,), kill_trainer_at=(3,), step_seconds=0.3)
+    run = FakeRun(str(tmp_path), steps=7, kill_rollout_at=(9,), kill_trainer_at=(3,), step_seconds=0.5)
     boss, said = supervisor(run)
     boss.run()
     steps = lines(run, "trainer")
     again = max(i for i, s in enumerate(steps) if s["version"] == 2)
     told = [sentence for s in steps[again:] for sentence in s["replaced"]]
+    cut_off = [sentence for s in steps[:again] if s["version"] >= 2 for sentence in s["replaced"]]
     assert told == said[-len(told) :]
-    assert any("trainer process was killed" in sentence for sentence in told)
-    everything = {sentence for s in steps for sentence in s["replaced"]}
-    assert everything == set(said)
+    assert told[-1].startswith("the trainer process was killed")
+    assert set(cut_off) <= set(told)  # the rollout's, unless this machine took half a second to notice it
+    assert {sentence for s in steps for sentence in s["replaced"]} == set(said)
 
 
 def test_counts_go_on_over_deaths_and_over_a_resume(tmp_path: Path) -> None:
