@@ -45,7 +45,7 @@ state_every = 2
 threads = 1
 tensorboard = false
 hang_seconds = 20
-start_seconds = 240
+start_seconds = 120
 """
 ORPHAN_SECONDS = 10.0
 WHO = ("rollout", "trainer")
@@ -163,7 +163,7 @@ class Check:
 
     def check_orphans(self, pids: list[int]) -> None:
         deadline = time.monotonic() + ORPHAN_SECONDS
-        while left := [pid for pid in pids if _runs(pid)]:
+        while left := [pid for pid in pids if _state(pid) != "Z"]:
             if time.monotonic() > deadline:
                 self.problems.append(f"processes {left} outlived their supervisor by {ORPHAN_SECONDS:.0f} s")
                 return
@@ -196,8 +196,8 @@ class Check:
 
 
 def _send(pid: int, signum: int) -> bool:
-    """Whether there was a process to hit."""
-    if not _runs(pid):
+    """Whether there was a process to hit, one that is not stopped already."""
+    if _state(pid) in ("Z", "T"):
         return False
     try:
         os.kill(pid, signum)
@@ -206,12 +206,12 @@ def _send(pid: int, signum: int) -> bool:
     return True
 
 
-def _runs(pid: int) -> bool:
-    """A zombie that init has not collected yet does not."""
+def _state(pid: int) -> str:
+    """A letter of proc(5): Z also for a process that is gone, T for one that is stopped."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return "Z"
 
 
 if __name__ == "__main__":
