@@ -1,0 +1,46 @@
+"""Writes running sums as verl reads data: train.parquet and test.parquet.
+
+    python recipes/verl/sums_data.py FOLDER [--train 640] [--test 64]
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tracefp4.tasks.base import Prompt
+from tracefp4.tasks.running_sums import RunningSums, RunningSumsConfig
+
+
+def rows(prompts: list[Prompt]) -> pa.Table:
+    """One row a problem: what verl's RLHFDataset and reward manager read."""
+    return pa.Table.from_pylist(
+        [
+            {
+                "data_source": "running_sums",
+                "prompt": [{"role": "user", "content": p.text}],
+                "reward_model": {"style": "rule", "ground_truth": p.answer},
+                "extra_info": {"index": i, "id": p.id},
+            }
+            for i, p in enumerate(prompts)
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--train", type=int, default=640)
+    parser.add_argument("--test", type=int, default=64)
+    options = parser.parse_args()
+    task = RunningSums(RunningSumsConfig())
+    options.folder.mkdir(parents=True, exist_ok=True)
+    pq.write_table(rows(task.train_prompts(0, options.train)), options.folder / "train.parquet")
+    pq.write_table(rows(task.test_prompts(options.test)), options.folder / "test.parquet")
+
+
+if __name__ == "__main__":
+    main()
