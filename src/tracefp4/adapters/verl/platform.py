@@ -23,6 +23,8 @@ class _CpuModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name in _NO_MEMORY:
             return lambda *args, **kwargs: 0
+        if name == "mem_get_info":
+            return lambda *args, **kwargs: (0, 0)
         if name in ("empty_cache", "reset_peak_memory_stats", "ipc_collect"):
             return lambda *args, **kwargs: None
         return getattr(torch.cpu, name)
