@@ -1,4 +1,4 @@
-"""verl's real FSDP2 engine on one gloo rank, without Ray. Skipped where verl is not installed (make test-verl runs it)."""
+"""verl's real FSDP2 engine on one gloo rank, without Ray. Skipped where verl is not installed (`make test-verl`)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+
 from tiny import make_engine, tiny_checkpoint, tiny_config, tiny_requests
 
 os.environ.setdefault("VERL_PLATFORM", "cpu")
 pytest.importorskip("verl")
 
 from tensordict import TensorDict
-from verl.utils import tensordict_utils as tu
 from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine.base import EngineRegistry
 
@@ -151,7 +152,7 @@ def test_lost_guidance_ends_the_run(checkpoint: Path, tmp_path: Path) -> None:
 def test_another_recipe_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     engine = make_verl_engine(checkpoint, "trace-all", tmp_path / "g")
     other, recipe_hash = rollout("trace", tmp_path / "g", engine.get_per_tensor_param()[0], n=3)
-    with pytest.raises(GuidanceError, match="rolled out under recipe .* trainer holds"):
+    with pytest.raises(GuidanceError, match=r"rolled out under recipe .* trainer holds"):
         distance(engine, other, recipe_hash)
 
 

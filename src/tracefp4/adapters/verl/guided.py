@@ -90,9 +90,7 @@ class GuidedForward:
         version: the trainer's; None takes the newest that these rows were rolled out under. Raises GuidanceError where
         a row's recipe differs.
         """
-        trajectories = [
-            read_trajectory(r.tokens, r.prompt_tokens, r.note, r.routed, self.recipe.hash) for r in rows
-        ]
+        trajectories = [read_trajectory(r.tokens, r.prompt_tokens, r.note, r.routed, self.recipe.hash) for r in rows]
         if version is None:
             version = max((int(t.row_versions.max()) for t in trajectories if t.num_rows), default=0)
         for row, trajectory in zip(rows, trajectories, strict=True):
@@ -137,6 +135,6 @@ class GuidedForward:
         self._proved = True
 
     def forget_weights(self, model: nn.Module) -> None:
-        """Drops cached quantized weights. A sharded parameter keeps its identity and version while its values change."""
+        """Drops cached quantized weights: a sharded parameter keeps its identity and version while it changes."""
         for module in model.modules():
             module.__dict__.pop("_tracefp4_weights", None)

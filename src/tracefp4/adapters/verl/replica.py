@@ -112,7 +112,7 @@ class RolloutServer:
         self._arriving.update(bucket)
 
     async def commit_weights(self, version: int, recipe_hash: str) -> None:
-        """Puts what arrived in use. Raises TracefpError where the sender holds another recipe or weights are missing."""
+        """Puts what arrived in use. Raises TracefpError where the sender's recipe differs or weights are missing."""
         arrived, self._arriving = self._arriving, {}
         if recipe_hash != self.recipe.hash:
             raise TracefpError(
@@ -162,8 +162,9 @@ class TracefpReplica(RolloutReplica):
         """Starts the server beside its worker. Raises TracefpError for parallel sizes other than 1."""
         if self.world_size != 1:
             raise TracefpError(
-                "rollout.name=tracefp4 runs one process a replica: set tensor_model_parallel_size, data_parallel_size "
-                f"and pipeline_model_parallel_size of actor_rollout_ref.rollout to 1 (their product is {self.world_size})"
+                "rollout.name=tracefp4 runs one process a replica: set tensor_model_parallel_size, "
+                "data_parallel_size and pipeline_model_parallel_size of actor_rollout_ref.rollout to 1 (their product: "
+                f"{self.world_size})"
             )
         node, slot = await self.workers[0].__ray_call__.remote(_where)
         device = get_device_name()

@@ -72,7 +72,7 @@ def read_trajectory(
         versions=torch.full((len(ids) - prompt_tokens,), -1, dtype=torch.int32),
         row_versions=versions,
         # Without versions there is no telling whether the routing belongs to these rows.
-        routed_experts=None if routed is None or note is None or rows and versions[0] < 0 else routed[:rows],
+        routed_experts=None if routed is None or note is None or (rows and versions[0] < 0) else routed[:rows],
         finish_reason="stop",
         guidance=handle,
         advantage=0.0,
@@ -80,7 +80,7 @@ def read_trajectory(
 
 
 def stack_experts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Undoes verl's split of stacked expert weights: one ``gate_up_proj`` [E, 2F, H] and ``down_proj`` [E, H, F] a layer.
+    """Undoes verl's split of stacked expert weights: a layer's ``gate_up_proj`` [E, 2F, H] and ``down_proj`` [E, H, F].
 
     Other weights pass through as they come. Raises TracefpError where an expert of a layer is missing.
     """
@@ -105,8 +105,8 @@ def stack_experts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, 
 class LossWatch:
     """Ends a run that has silently lost its guidance.
 
-    A step is lost where rows were eligible and fewer than ``below`` of them were guided; after ``limit`` lost steps in a
-    row ``note`` raises. limit 0 never raises.
+    A step is lost where rows were eligible and fewer than ``below`` of them were guided; after ``limit`` lost steps in
+    a row ``note`` raises. limit 0 never raises.
     """
 
     def __init__(self, below: float, limit: int) -> None:
@@ -131,4 +131,3 @@ class LossWatch:
 
     def _is_lost(self) -> bool:
         return self._rows > 0 and self._guided < self._below * self._rows
-

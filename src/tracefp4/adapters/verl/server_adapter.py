@@ -58,8 +58,8 @@ class ServerAdapter(BaseRollout):
         """
         if wire_format != "named_tensors" or peft_config is not None or global_steps is None:
             raise TracefpError(
-                "rollout.name=tracefp4 takes whole tensors of a known version: use a checkpoint engine that sends named "
-                "tensors, and merge adapters (actor_rollout_ref.model.lora.merge=True)"
+                "rollout.name=tracefp4 takes whole tensors of a known version: use a checkpoint engine that sends "
+                "named tensors, and merge adapters (actor_rollout_ref.model.lora.merge=True)"
             )
         recipe_hash = self._recipe_hash()
         limit = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20

@@ -41,8 +41,8 @@ class AdapterSettings(StrictModel):
     """method: a mode of ``tracefp4`` ("bf16", "qat", "trace", ...). quant: formats of a quantized rollout."""
 
     method: str = "trace"
-    quant: QuantConfig = QuantConfig()  # type: ignore[call-arg]
-    guidance: GuidanceSettings = GuidanceSettings()  # type: ignore[call-arg]
+    quant: QuantConfig = QuantConfig()
+    guidance: GuidanceSettings = GuidanceSettings()
 
     @property
     def mode(self) -> Method:
