@@ -18,11 +18,15 @@ NAME = "cpu"
 
 
 class _CpuModule(ModuleType):
-    """``torch.cpu`` with the memory figures of an accelerator, all 0."""
+    """``torch.cpu`` with what verl asks of an accelerator beyond it; memory figures are 0."""
 
     def __getattr__(self, name: str) -> Any:
         if name in _NO_MEMORY:
             return lambda *args, **kwargs: 0
+        if name == "get_device_name":
+            return lambda *args, **kwargs: "CPU"
+        if name in ("get_rng_state", "set_rng_state"):
+            return getattr(torch, name)
         if name == "mem_get_info":
             return lambda *args, **kwargs: (0, 0)
         if name in ("empty_cache", "reset_peak_memory_stats", "ipc_collect"):
