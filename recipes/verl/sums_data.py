@@ -1,6 +1,6 @@
 """Writes running sums as verl reads data: train.parquet, test.parquet, and the tokenizer/ with what verl asks of it.
 
-python recipes/verl/sums_data.py FOLDER [--train 640] [--test 64]
+python recipes/verl/sums_data.py FOLDER [--train 320] [--test 64]
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def write_tokenizer(folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--train", type=int, default=640)
+    parser.add_argument("--train", type=int, default=320)
     parser.add_argument("--test", type=int, default=64)
     options = parser.parse_args()
     task = RunningSums(RunningSumsConfig())
