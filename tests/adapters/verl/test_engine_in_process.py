@@ -166,6 +166,11 @@ def test_what_cannot_work_is_refused_by_its_key(
         make_verl_engine(checkpoint, "trace", tmp_path / "g", **changes)
 
 
+def test_a_float32_mode_needs_a_float32_trainer(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(TracefpError, match=r"method fp32 computes in float32.*mixed_precision\.param_dtype=fp32"):
+        make_verl_engine(checkpoint, "fp32", tmp_path / "g")
+
+
 def test_without_settings_the_engine_is_verls_own(checkpoint: Path) -> None:
     assert adapter.TracefpFSDPEngine.__mro__[1].__module__.startswith("verl.")
     model = HFModelConfig(path=str(checkpoint), use_remove_padding=False, enable_gradient_checkpointing=False,

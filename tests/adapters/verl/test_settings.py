@@ -53,6 +53,13 @@ def test_wrong_settings_name_the_key(data: dict[str, Any], words: str) -> None:
         settings(**data)
 
 
+def test_the_compute_dtype_is_the_rollouts_unless_the_method_is_about_it() -> None:
+    assert settings(method="bf16").dtype("bfloat16") == "bfloat16"
+    assert settings(method="fp32").dtype("bfloat16") == "float32"
+    with pytest.raises(TracefpError, match=r"rollout\.dtype must be bfloat16 or float32, got float16"):
+        settings(method="bf16").dtype("float16")
+
+
 def test_settings_that_verl_would_write_into_the_checkpoint_are_refused() -> None:
     with pytest.raises(TracefpError, match=r"override_config\.model_config beside it"):
         read_settings({"tracefp4": {"method": "bf16"}})

@@ -12,7 +12,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from tracefp4.adapters.verl.guided import GuidedForward, Row
 from tracefp4.adapters.verl.rows import FIELD
-from tracefp4.adapters.verl.settings import read_settings
+from tracefp4.adapters.verl.settings import AdapterSettings, read_settings
 from tracefp4.errors import TracefpError
 from tracefp4.train.slices import RowCounts
 
@@ -35,6 +35,7 @@ class TracefpFSDPEngine(FSDPEngineWithLMHead):
         self._settings = None if engine_config.forward_only else settings
         if self._settings is not None:
             _refuse_unsupported(model_config, engine_config)
+            _check_dtype(self._settings, engine_config)
         self._armed = ExitStack()
         self._counts = RowCounts()
         self._pass = RowCounts()
@@ -135,6 +136,16 @@ def _refuse_unsupported(model_config: Any, engine_config: Any) -> None:
     for wrong, remedy in checks:
         if wrong:
             raise TracefpError(f"tracefp4's guided forward does not support this setting; set {remedy}")
+
+
+def _check_dtype(settings: AdapterSettings, engine_config: Any) -> None:
+    """Raises TracefpError where a mode that is about the compute dtype would train in another one."""
+    given = (engine_config.mixed_precision or {}).get("param_dtype", "bf16")
+    if settings.mode.dtype == "float32" and given not in ("fp32", "float32"):
+        raise TracefpError(
+            f"method {settings.method} computes in float32 on both paths: set "
+            "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32"
+        )
 
 
 def register() -> None:

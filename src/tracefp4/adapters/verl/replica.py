@@ -46,7 +46,7 @@ class RolloutServer:
         c = self.config
         self.max_model_len = c.max_model_len or c.prompt_length + c.response_length
         sizes = RolloutConfig(
-            dtype=settings.mode.dtype or c.dtype,
+            dtype=settings.dtype(c.dtype),
             max_num_seqs=c.max_num_seqs,
             max_tokens_per_step=c.max_num_batched_tokens,
             max_model_len=self.max_model_len,
@@ -94,7 +94,6 @@ class RolloutServer:
             log_probs=t.logprobs.tolist(),
             routed_experts=routed,
             stop_reason="aborted" if t.finish_reason == "abort" else "completed",
-            num_preempted=self.engine.scheduler.num_preemptions,
             extra_fields={"global_steps": self.engine.version, FIELD: make_note(t, self.recipe.hash)},
         )
 

@@ -13,7 +13,7 @@ from verl.workers.rollout.base import BaseRollout
 
 from tracefp4.adapters.verl import engine
 from tracefp4.adapters.verl.replica import server_name
-from tracefp4.adapters.verl.settings import read_settings
+from tracefp4.adapters.verl.settings import KEY, AdapterSettings, read_settings
 from tracefp4.errors import TracefpError
 
 
@@ -61,9 +61,12 @@ class ServerAdapter(BaseRollout):
                 "rollout.name=tracefp4 takes whole tensors of a known version: use a checkpoint engine that sends "
                 "named tensors, and merge adapters (actor_rollout_ref.model.lora.merge=True)"
             )
-        recipe_hash = self._recipe_hash()
+        settings = read_settings(self.model_config.override_config)
+        if settings is None:
+            raise TracefpError(f"rollout.name=tracefp4 needs {KEY}.method, such as trace")
+        recipe_hash = self._recipe_hash(settings)
         limit = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20
-        dtype = torch.float32 if self.config.dtype == "float32" else torch.bfloat16
+        dtype = getattr(torch, settings.dtype(self.config.dtype))
         bucket: dict[str, Tensor] = {}
         size = 0
         for name, weight in weights:
@@ -77,7 +80,7 @@ class ServerAdapter(BaseRollout):
         await self.server.commit_weights.remote(global_steps, recipe_hash)
         engine.published_version = global_steps
 
-    def _recipe_hash(self) -> str:
+    def _recipe_hash(self, settings: AdapterSettings) -> str:
         """Of the model that this process really trains; where it trains none, of the settings."""
         if engine.recipe_hash is not None:
             return engine.recipe_hash
@@ -86,7 +89,4 @@ class ServerAdapter(BaseRollout):
                 "this worker's model was not prepared for rollout.name=tracefp4: its engine is not tracefp4's (use "
                 "actor_rollout_ref.actor.strategy=fsdp2 and leave VERL_ENGINE_DEVICE and VERL_ENGINE_VENDOR unset)"
             )
-        settings = read_settings(self.model_config.override_config)
-        if settings is None:
-            raise TracefpError("rollout.name=tracefp4 has no settings in actor_rollout_ref.model.override_config")
         return settings.recipe(self.model_config.hf_config.num_hidden_layers).hash

@@ -7,7 +7,7 @@ be configured apart.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -50,6 +50,13 @@ class AdapterSettings(StrictModel):
 
     def recipe(self, num_layers: int) -> QuantRecipe:
         return self.mode.recipe(self.quant, num_layers)
+
+    def dtype(self, configured: str) -> Literal["bfloat16", "float32"]:
+        """Compute dtype of both paths, given ``rollout.dtype``. Raises TracefpError for one that the engine lacks."""
+        name = self.mode.dtype or configured
+        if name not in ("bfloat16", "float32"):
+            raise TracefpError(f"actor_rollout_ref.rollout.dtype must be bfloat16 or float32, got {configured}")
+        return "float32" if name == "float32" else "bfloat16"
 
 
 def read_settings(override_config: Mapping[str, Any] | None) -> AdapterSettings | None:
