@@ -93,7 +93,7 @@ def top_p_or_k(tokens: Tokens) -> Figures | None:
             continue
         gain, raw_ok, kept_ok = kept[ok] - raw[ok], raw[ok], kept[ok]
         up, down = float(np.clip(gain, 0, None).sum()), float(np.clip(-gain, 0, None).sum())
-        certain = (np.abs(kept_ok) < _ABOUT_ZERO) & (raw_ok < -0.01)
+        certain = (np.abs(kept_ok) < _ABOUT_ZERO) & (raw_ok < -0.05)
         raised = float((gain > 0.01).mean())
         # A kept mass below exp(-2.5) or log-probs that do not follow each other are something else.
         if raised < 0.05 or up < 5 * down or gain.mean() < 0.005 or np.quantile(gain, 0.99) > 2.5:
@@ -101,14 +101,14 @@ def top_p_or_k(tokens: Tokens) -> Figures | None:
         if correlation(raw_ok, kept_ok) < 0.5:
             continue
         zeros = float(certain.mean())
-        if zeros < 0.01 and dropped == 0 and up < 20 * down:
+        if certain.sum() < 3 and dropped == 0 and up < 20 * down:
             continue
-        # The mass that was kept is at least top_p, and just above it where the last token was small.
+        # The mass that was kept is at least top_p, mostly just above it; noise of both sides blurs the lower end.
         mass = np.exp(-gain[gain > 0.01])
-        bound = float(np.quantile(mass, 0.02))
+        bound = float(np.quantile(mass, 0.1))
         return {
             "side": side,
-            "what": "top-p" if zeros >= 0.01 else "top-k",
+            "what": "top-p" if certain.sum() >= 3 else "top-p, top-k or min-p",
             "kept_mass": bound,
             "certain_share": zeros,
             "dropped_share": dropped,
@@ -337,26 +337,22 @@ def _log_base_words(f: Figures, _: Tokens) -> tuple[str, tuple[str, ...], str]:
 def _top_words(f: Figures, _: Tokens) -> tuple[str, tuple[str, ...], str]:
     side, what, raw = f["side"], f["what"], _other(f["side"])
     evidence = [
-        f"{side} is above {raw} in {percent(_f(f, 'raised_share'))} of the tokens, and what it is above outweighs what it "
-        f"is below {number(min(_f(f, 'up_over_down'), 1e6))} times: the rest of the distribution was cut off and the kept "
-        "part made to sum to 1"
+        f"{side} is above {raw} in {percent(_f(f, 'raised_share'))} of the tokens and hardly ever below: the rest of the "
+        "distribution was cut off and the kept part made to sum to 1",
+        f"the mass kept is from about {_f(f, 'kept_mass'):.2f} on, which for top-p is its value",
     ]
     if what == "top-p":
         evidence.append(
-            f"{percent(_f(f, 'certain_share'))} of the tokens have log-prob 0 in {side} and less in {raw}: alone in the "
-            "nucleus"
-        )
-        evidence.append(
-            f"the smallest mass kept is about {_f(f, 'kept_mass'):.2f}, which is top_p or a little above it"
+            f"{percent(_f(f, 'certain_share'))} of the tokens have log-prob 0 in {side} and less in {raw}: each alone "
+            "in the nucleus"
         )
     if _f(f, "dropped_share"):
         evidence.append(f"{percent(_f(f, 'dropped_share'))} of the tokens are impossible (-inf) in {side}")
-    title = f"log-probs of {side} are taken after {'top-p' if what == 'top-p' else 'top-k or min-p'} renormalisation"
     remedy = (
         f"take log-probs before the sampler cuts (vLLM: logprobs_mode raw_logprobs), or apply the same cut in {raw}; "
         "sampling with top_p 1 and top_k off removes the difference"
     )
-    return title, tuple(evidence), remedy
+    return f"log-probs of {side} are taken after {what} renormalisation", tuple(evidence), remedy
 
 
 def _temperature_words(f: Figures, tokens: Tokens) -> tuple[str, tuple[str, ...], str]:
@@ -429,7 +425,7 @@ def _unrelated_words(f: Figures, _: Tokens) -> tuple[str, tuple[str, ...], str]:
 VALUE_PATTERNS = (
     Pattern("not_logprobs", not_logprobs, _not_logprobs_words, ("side", "what")),
     Pattern("log_base", log_base, _log_base_words, ("side", "base")),
-    Pattern("top_p", top_p_or_k, _top_words, ("side", "what")),
+    Pattern("top_p", top_p_or_k, _top_words, ("side",)),
     Pattern("temperature", temperature, _temperature_words),
     Pattern("unrelated", unrelated, _unrelated_words),
 )
