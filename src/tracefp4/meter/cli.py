@@ -70,7 +70,7 @@ def live(
     from tracefp4.meter.live.run import meter_live
 
     if target is not None and "=" in target and not Path(target).exists():
-        target, overrides = None, [target, *(overrides or [])]
+        overrides, target = [target, *(overrides or [])], None
     config = load_run(target, list(overrides or []), train, method)
     request = LiveRequest(config, rollout, prompts, count, samples, band, layers, train_logprobs, rollout_logprobs)
     with signals.stoppable():

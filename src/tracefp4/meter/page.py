@@ -85,8 +85,10 @@ def render(result: dict[str, Any]) -> str:
 def _live_sections(r: dict[str, Any]) -> list[Section]:
     ratio = r["over_floor"]
     facts = (
-        f"{r['tokens']:,} sampled tokens of {r['responses']} responses, at temperature {r['temperature']:g}. The method as it "
-        f"is: {number(r['full'])}, {ratio['value']:.2f} times the BF16 floor of {number(r['floor']['mean'])} (95 % interval "
+        f"{r['tokens']:,} sampled tokens of {r['responses']} responses, at temperature {r['temperature']:g}. The "
+        "method as it "
+        f"is: {number(r['full'])}, {ratio['value']:.2f} times the BF16 floor of {number(r['floor']['mean'])} (95 % "
+        "interval "
         f"{ratio['low']:.2f} to {ratio['high']:.2f}). With every site aligned: {number(r['clean'])}."
     )
     sections = [Section("causes", "Largest causes", facts, points=r["causes"]), _sites(r)]
@@ -97,32 +99,36 @@ def _live_sections(r: dict[str, Any]) -> list[Section]:
 
 
 _SITES_CAPTION = (
-    "Removed: what the mean |log-prob difference| falls by where this site alone takes the rollout's choice, all others as the "
-    "method has them. Alone: what it rises by where this site alone is left to the method, all others aligned. A site that the "
-    "method aligns already is undone instead; its bars say what aligning it is worth. Negative: the site hides errors of others."
+    "Removed: what the mean |log-prob difference| falls by where this site alone takes the rollout's choice, all "
+    "others as the "
+    "method has them. Alone: what it rises by where this site alone is left to the method, all others aligned. A "
+    "site that the "
+    "method aligns already is undone instead; its bars say what aligning it is worth. Negative: the site hides "
+    "errors of others."
 )
 
 
 def _sites(r: dict[str, Any]) -> Section:
     scale = max((abs(v) for s in r["sites"] for v in (s["removed"], s["alone"])), default=1.0) or 1.0
-    rows = [_bar_row(s, scale, s["note"]) for s in sorted(r["sites"], key=_open_first)]
-    headings = ["site", "in this method", "removed", "", "alone", "", "remark"]
-    return Section("sites", "Sites", tables=[Table(_SITES_CAPTION, headings, rows)], wide=False)
+    rows = [_bar_row(s, scale) for s in sorted(r["sites"], key=_open_first)]
+    headings = ["site", "in this method", "removed", "", "alone", ""]
+    notes = [f"{s['title']}: {s['note']}." for s in r["sites"] if s["note"]]
+    return Section("sites", "Sites", points=notes, tables=[Table(_SITES_CAPTION, headings, rows)])
 
 
 def _open_first(s: dict[str, Any]) -> tuple[bool, float]:
     return s["aligned_by_method"], -s["removed"]
 
 
-def _bar_row(s: dict[str, Any], scale: float, note: str) -> list[Any]:
+def _bar_row(s: dict[str, Any], scale: float) -> list[Any]:
     state = "aligned" if s["aligned_by_method"] else "open"
     bars = [cell for key in ("removed", "alone") for cell in (_signed(s[key]), _bar(s[key] / scale))]
-    return [s["title"], state, *bars, note]
+    return [s["title"], state, *bars]
 
 
 def _layers(r: dict[str, Any]) -> Section:
     scale = max((abs(v) for s in r["layers"] for v in (s["removed"], s["alone"])), default=1.0) or 1.0
-    rows = [_bar_row(s, scale, "")[:-1] for s in r["layers"]]
+    rows = [_bar_row(s, scale) for s in r["layers"]]
     tables = [Table("All open sites of a layer, switched together.", ["layer", "", "removed", "", "alone", ""], rows)]
     sites = list(dict.fromkeys(g["site"] for g in r["grid"]))
     titles = {s["site"]: s["title"] for s in r["sites"]}
@@ -154,12 +160,14 @@ def _codes(r: dict[str, Any]) -> Section:
         for (site, layer), v in sorted(found.items())
     ]
     caption = (
-        "Share of FP4 values whose slot differs from the rollout's, by nearest rounding (before) and as the method rounds "
+        "Share of FP4 values whose slot differs from the rollout's, by nearest rounding (before) and as the method "
+        "rounds "
         "(after); of block scales; relative distance of the rounded values."
     )
     if "router/topk_disagreement" in r["code_mismatch"]:
         caption += (
-            f" The trainer's own router picks other experts in {percent(r['code_mismatch']['router/topk_disagreement'])} "
+            " The trainer's own router picks other experts in "
+            f"{percent(r['code_mismatch']['router/topk_disagreement'])} "
             "of the rows."
         )
     headings = ["site", "slots before", "slots after", "scales", "distance before", "distance after"]
@@ -223,15 +231,17 @@ def _histogram(bars: list[dict[str, float]]) -> dict[str, Any]:
         shape = {"x": f"{left + i * width:.1f}", "y": f"{bottom - high:.1f}", "width": f"{max(1.0, width - 1):.1f}"}
         parts.append(tag("rect", tag("title", label), height=f"{high:.1f}", **shape))
     parts.append(tag("path", d=f"M{left} {bottom}H{WIDTH - left}", class_="axis"))
-    ends = [(0, "start"), (len(bars) // 4, "middle"), (len(bars) // 2, "middle"), (3 * len(bars) // 4, "middle")]
-    for i, anchor in [*ends, (len(bars), "end")]:
-        edge = bars[min(i, len(bars) - 1)]
-        value = edge["high"] if i == len(bars) else 0.0 if i == len(bars) // 2 else edge["low"]
-        text = {-1000.0: "below -10", 1000.0: "over 10"}.get(value, f"{value:.2g}")
-        parts.append(tag("text", text, x=f"{left + i * width:.1f}", y=bottom + 19, text_anchor=anchor))
+    middle = len(bars) // 2
+    for at, text, anchor in (
+        (1, "-10", "start"),
+        (middle // 2 + 1, f"{bars[middle // 2 + 1]['low']:.1g}", "middle"),
+        (middle + 0.5, "0", "middle"),
+        (len(bars) - middle // 2 - 1, f"{bars[-middle // 2 - 2]['high']:.1g}", "middle"),
+        (len(bars) - 1, "10", "end"),
+    ):
+        parts.append(tag("text", text, x=f"{left + at * width:.1f}", y=bottom + 19, text_anchor=anchor))
     parts.append(tag("text", "A - B, nats", x=WIDTH // 2, y=HEIGHT - 6, text_anchor="middle"))
-    svg = tag("svg", *parts, class_="plot", viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img")
-    # report.js looks for curves in every plot: this one has none, and its titles show on hover by themselves.
+    svg = tag("svg", *parts, class_="chart", viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img")
     return {"title": "Difference", "unit": "tokens, by log-prob of A - B", "svg": svg}
 
 
@@ -277,7 +287,8 @@ def _inputs(r: dict[str, Any]) -> Section:
     headings = ["file", "layout (lines)", "rows", "tokens", "masked", "broken lines", "steps", "token ids"]
     p = r["pairing"]
     caption = (
-        f"{p['pairs']:,} pairs, by {p['by']}; without a partner: {p['unmatched_a']:,} rows of A, {p['unmatched_b']:,} of B. A is "
+        f"{p['pairs']:,} pairs, by {p['by']}; without a partner: {p['unmatched_a']:,} rows of A, "
+        f"{p['unmatched_b']:,} of B. A is "
         "the trainer, B the rollout."
     )
     return Section("inputs", "Files", tables=[Table(caption, headings, rows)])
@@ -291,7 +302,8 @@ def _metrics(r: dict[str, Any]) -> Section:
     rows = [[name, number(value), *([number(given[name])] if given else [])] for name, value in r["metrics"].items()]
     headings = ["metric", "value", *(["as given"] if given else [])]
     caption = (
-        "delta = log p of the trainer - log p of the rollout, natural logarithms, over response tokens; kl_k1 and kl_k3 estimate "
+        "delta = log p of the trainer - log p of the rollout, natural logarithms, over response tokens; kl_k1 and "
+        "kl_k3 estimate "
         "KL(rollout || trainer); the last four are the names of other frameworks."
     )
     if given:
@@ -317,7 +329,7 @@ def _origin(r: dict[str, Any]) -> Section:
 
 
 def _signed(value: float) -> str:
-    return "0" if value == 0 else f"{'+' if value > 0 else '-'}{number(abs(value))}"
+    return "0" if abs(value) < 1e-6 else f"{'+' if value > 0 else '-'}{number(abs(value))}"
 
 
 def _bar(share: float) -> Markup:

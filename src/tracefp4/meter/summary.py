@@ -23,7 +23,8 @@ def summary(result: dict[str, Any]) -> list[str]:
     if result["kind"] == "live":
         ratio = result["over_floor"]
         out.append(
-            f"{ratio['value']:.2f} times the floor, 95 % interval {ratio['low']:.2f} to {ratio['high']:.2f}; with every "
+            f"{ratio['value']:.2f} times the floor, 95 % interval {ratio['low']:.2f} to {ratio['high']:.2f}; with "
+            "every "
             f"site aligned {number(result['clean'])}"
         )
         out += [f"- {cause}" for cause in result["causes"][:SHOWN]]

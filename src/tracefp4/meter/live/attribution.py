@@ -1,9 +1,9 @@
 """Which site, in which layer, the distance comes from: each is switched alone, from both ends.
 
-From the method as it is, a site is aligned: what the distance falls by is "removed". From all sites aligned, it is given
-back to the method: what the distance rises by is "alone". Where the two differ, sites interact: what one leaves another
-adds to, or hides. A site that the method has aligned already is made raw in both directions instead, which says what
-aligning it is worth.
+From the method as it is, a site is aligned: what the distance falls by is "removed". From all sites aligned, it is
+given back to the method: what the distance rises by is "alone". Where the two differ, sites interact: what one leaves
+another adds to, or hides. A site that the method has aligned already is made raw in both directions instead, which says
+what aligning it is worth.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Distance:
 @dataclass(frozen=True)
 class Switched:
     """One site. removed: what the distance falls by where the site is aligned; alone: what it rises by over all sites
-    aligned where it is not. aligned_by_method: the method leaves nothing to align here, and both are of the raw site."""
+    aligned where it is not. aligned_by_method: the method leaves nothing to align here, and both are of the raw
+    site."""
 
     site: str
     title: str
@@ -65,7 +66,8 @@ class Switched:
 
 @dataclass
 class Attribution:
-    """clean: distance with every site aligned. sites: all layers at once; layers: all sites of one layer; grid: one site
+    """clean: distance with every site aligned. sites: all layers at once; layers: all sites of one layer; grid: one
+    site
     of one layer. causes: sentences, largest first."""
 
     full: float
@@ -249,7 +251,8 @@ def _causes(out: Attribution) -> list[str]:
     if causes and together > LARGE * whole and abs(singles - together) > 0.25 * together:
         how = "hide one another" if singles < together else "add to one another"
         causes.append(
-            f"sites interact: all aligned together take away {number(together)}, one by one {number(singles)} in sum: they {how}"
+            f"sites interact: all aligned together take away {number(together)}, one by one {number(singles)} in "
+            f"sum: they {how}"
         )
     if not causes:
         causes.append("no site stands out: what is left is the difference of the two implementations")

@@ -53,7 +53,8 @@ class LiveRequest:
 def load_run(target: str | None, overrides: list[str], train: str | None, method: str | None) -> RunConfig:
     """Settings of a run folder or recipe, or the defaults where there is none.
 
-    train: other weights than the run's checkpoint/ or the recipe's model.path. Raises TracefpError for what is not there.
+    train: other weights than the run's checkpoint/ or the recipe's model.path. Raises TracefpError for what is not
+    there.
     """
     settings = list(overrides)
     if method is not None:

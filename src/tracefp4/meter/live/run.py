@@ -20,7 +20,6 @@ from tracefp4.meter.live.attribution import Attribution, Distance, attribute
 from tracefp4.meter.live.plan import LiveRequest, read_prompts
 from tracefp4.meter.live.scoring import Conditions, TrainerScorer, prefill_logprobs
 from tracefp4.meter.live.switches import Switchboard, Switches
-from tracefp4.methods import get_method
 from tracefp4.nn import SiteObserver, prepare_model
 from tracefp4.nn.loading import load_policy
 from tracefp4.rollout.engine import RolloutEngine
@@ -206,7 +205,8 @@ def _verdict(request: LiveRequest, full: Distance, floor: Distance, ratio: tuple
     if full.mean > limit:
         value, low, high = ratio
         reasons.append(
-            f"mean |log-prob difference| {number(full.mean)} is {value:.2f} times the floor (95 % interval {low:.2f} to "
+            f"mean |log-prob difference| {number(full.mean)} is {value:.2f} times the floor (95 % interval "
+            f"{low:.2f} to "
             f"{high:.2f}), more than {request.band:g}"
         )
     source = f"{request.band:g} times the {FLOOR_METHOD} floor {number(floor.mean)}"
@@ -234,14 +234,16 @@ def _notices(setup: Setup) -> list[str]:
     recipe = setup.parts.recipe
     if recipe.quantized and all(t.probe is None for t in setup.trajectories):
         return [
-            f"full codes of {recipe.activations} and {recipe.kv} have no common width, so codes, scales and KV could not be "
+            f"full codes of {recipe.activations} and {recipe.kv} have no common width, so codes, scales and KV "
+            "could not be "
             "switched"
         ]
     return []
 
 
 def _outliers(setup: Setup, train: list[Tensor], rates: list[dict[tuple[str, int], Tensor]]) -> list[dict[str, Any]]:
-    """The tokens farthest apart, with their text and the share of other slots in each layer's row that predicts them."""
+    """The tokens farthest apart, with their text and the share of other slots in each layer's row that predicts "
+    "them."""
     found = []
     for i, (a, b) in enumerate(zip(train, setup.rollout, strict=True)):
         size = (a - b).abs()

@@ -89,7 +89,8 @@ class TrainerScorer:
         observer: SiteObserver | None = None,
         rates: bool = False,
     ) -> list[Tensor]:
-        """f64 [R] of every trajectory, in their order. rates: keep each row's share of other slots in ``self.rates``."""
+        """f64 [R] of every trajectory, in their order. rates: keep each row's share of other slots in "
+        "``self.rates``."""
         out: list[Tensor] = [torch.empty(0)] * len(self.trajectories)
         if rates:
             self.rates = [{}] * len(self.trajectories)

@@ -56,7 +56,8 @@ class Switches:
 
 @dataclass
 class Batch:
-    """What the switched forward knows of a micro-batch. records: the rollout's full codes by (site, layer), N rows each.
+    """What the switched forward knows of a micro-batch. records: the rollout's full codes by (site, layer), N rows
+    each.
     prompt: bool [N], rows of prompt tokens. experts: the rollout's, by layer. rates: where not None, filled with
     f32 [N], the share of a row's slots that differ from the rollout's by nearest rounding, by (site, layer)."""
 

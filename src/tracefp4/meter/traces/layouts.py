@@ -70,7 +70,8 @@ class Record:
     """One sample of one line.
 
     logprobs: by column, "train", "rollout" or "any", f64 [n] with NaN where the file says null. tokens: int64 [n], of
-    the same positions, or None. texts: the tokens as text where the file has them. mask: bool [n], positions that count.
+    the same positions, or None. texts: the tokens as text where the file has them. mask: bool [n], positions that
+    count.
     lag: trainer's version minus the sample's. prompt: whatever names the prompt, hashed.
     """
 
@@ -148,8 +149,8 @@ def _openai(line: dict[str, Any]) -> Record:
         values = [entry.get("logprob") for entry in given["content"]]
         texts = [str(entry.get("token", "")) for entry in given["content"]]
     else:
-        values, texts = given.get("token_logprobs"), [str(t) for t in given.get("tokens") or []]
-    if not isinstance(values, list):
+        values, texts = given.get("token_logprobs", []), [str(t) for t in given.get("tokens") or []]
+    if not isinstance(values, list) or not values:
         raise LayoutError("has neither choices[0].logprobs.content nor choices[0].logprobs.token_logprobs")
     ids = choice.get("token_ids")
     if ids is None and texts and all(t.startswith("token_id:") for t in texts):

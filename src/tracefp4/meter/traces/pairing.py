@@ -18,7 +18,8 @@ SHIFTED = ("ids ahead a", "ids ahead b")
 
 @dataclass(frozen=True)
 class Pairs:
-    """m pairs of rows. Of pair i, tokens start_a[i] + k of row a[i] and start_b[i] + k of row b[i] belong together, k in
+    """m pairs of rows. Of pair i, tokens start_a[i] + k of row a[i] and start_b[i] + k of row b[i] belong together, k
+    in
     0..length[i] - 1. by: what paired them. unmatched: rows of either table without a partner. relation: how the token
     ids of the two rows lie to each other, None where a table has none."""
 

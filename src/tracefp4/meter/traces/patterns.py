@@ -313,7 +313,9 @@ def _not_logprobs_words(f: Figures, _: Tokens) -> tuple[str, tuple[str, ...], st
     side, what = f["side"], f["what"]
     probabilities = what == "probabilities"
     title = f"{side} holds {what}, not log-probs"
-    evidence = (f"{percent(_f(f, 'positive_share'))} of its values are above 0, the other side's are not",)
+    evidence: tuple[str, ...] = (
+        f"{percent(_f(f, 'positive_share'))} of its values are above 0, the other side's are not",
+    )
     if probabilities:
         evidence += (
             f"none exceeds 1 (the largest is {number(_f(f, 'max'))}), and their logarithms are near the others",
@@ -337,7 +339,8 @@ def _log_base_words(f: Figures, _: Tokens) -> tuple[str, tuple[str, ...], str]:
 def _top_words(f: Figures, _: Tokens) -> tuple[str, tuple[str, ...], str]:
     side, what, raw = f["side"], f["what"], _other(f["side"])
     evidence = [
-        f"{side} is above {raw} in {percent(_f(f, 'raised_share'))} of the tokens and hardly ever below: the rest of the "
+        f"{side} is above {raw} in {percent(_f(f, 'raised_share'))} of the tokens and hardly ever below: the rest "
+        "of the "
         "distribution was cut off and the kept part made to sum to 1",
         f"the mass kept is from about {_f(f, 'kept_mass'):.2f} on, which for top-p is its value",
     ]
@@ -385,7 +388,8 @@ def _stale_words(f: Figures, _: Tokens) -> tuple[str, tuple[str, ...], str]:
     by = str(f["by"])
     what = "policy lag" if by == "lag" else "step"
     evidence = (
-        f"mean |delta| rises from {number(_f(f, 'first'))} at {what} {_f(f, 'from'):g} to {number(_f(f, 'last'))} at {what} "
+        f"mean |delta| rises from {number(_f(f, 'first'))} at {what} {_f(f, 'from'):g} to {number(_f(f, 'last'))} "
+        f"at {what} "
         f"{_f(f, 'to'):g} (rank correlation over rows {_f(f, 'rank_correlation'):.2f})",
         f"mean(log p_B - log p_A) is {_f(f, 'kl_k1'):+.3g}: "
         + (
@@ -411,7 +415,8 @@ def _unrelated_words(f: Figures, _: Tokens) -> tuple[str, tuple[str, ...], str]:
     if abs(a - b) > 1:
         low = "A" if a < b else "B"
         evidence.append(
-            f"{low} is much lower (mean {number(min(a, b))} and {number(max(a, b))}): its log-probs are of tokens that were "
+            f"{low} is much lower (mean {number(min(a, b))} and {number(max(a, b))}): its log-probs are of tokens "
+            "that were "
             "not sampled there, as with labels that were not shifted before the gather, or of another model"
         )
     return (
@@ -448,12 +453,14 @@ def broad(tokens: Tokens, ceiling: float) -> Finding | None:
     evidence = [f"mean |delta| is {number(mean_abs(a - b))}, above {number(ceiling)}, in no pattern that is known here"]
     if _f(f, "size_over_surprise") > 0.2:
         evidence.append(
-            f"it is proportional to -log p (correlation {_f(f, 'size_over_surprise'):.2f}), as errors of the logits are: "
+            f"it is proportional to -log p (correlation {_f(f, 'size_over_surprise'):.2f}), as errors of the logits "
+            "are: "
             "rounding in other formats, one layer's scale, or other weights"
         )
     if _f(f, "size_over_position") > 0.2:
         evidence.append(
-            f"it grows with the position (rank correlation {_f(f, 'size_over_position'):.2f}), as errors of the KV cache do"
+            f"it grows with the position (rank correlation {_f(f, 'size_over_position'):.2f}), as errors of the KV "
+            "cache do"
         )
     if _f(f, "share_of_worst_percent") > 0.3:
         evidence.append(f"the worst 1 % of the tokens hold {percent(_f(f, 'share_of_worst_percent'))} of it")

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import io
 import json
 import tempfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,13 +122,12 @@ def _lines(path: Path, notices: list[str]) -> Iterator[tuple[int, str]]:
                 notices.append(f"{path} is UTF-16; it was read as that")
             raw.seek(0)
             replaced = 0
-            reader = codecs.getreader(encoding)(raw, errors="replace")
-            stream = reader if encoding == "utf-16" else raw
-            for number, data in enumerate(stream, start=1):
-                text = data if isinstance(data, str) else data.decode(encoding, errors="replace")
-                replaced += "\ufffd" in text
-                if text.strip():
-                    yield number, text
+            # Not universal newlines: a text may hold a bare carriage return.
+            text = io.TextIOWrapper(cast(IO[bytes], raw), encoding=encoding, errors="replace", newline="\n")
+            for number, line in enumerate(text, start=1):
+                replaced += "\ufffd" in line
+                if line.strip():
+                    yield number, line
             if replaced:
                 notices.append(
                     f"{path} is not all UTF-8: in {replaced} line{'s' * (replaced != 1)} characters of texts were "

@@ -26,7 +26,8 @@ SHOWN_ROWS = 20
 @dataclass(frozen=True)
 class TraceRequest:
     """train, rollout: files; rollout None where one file has both columns. floor: mean |delta| of a BF16 pair of the
-    same model; the ceiling is ``band`` times it. names: fields to read. max_broken: share of lines that may be broken."""
+    same model; the ceiling is ``band`` times it. names: fields to read. max_broken: share of lines that may be
+    broken."""
 
     train: Path
     rollout: Path | None = None

@@ -21,7 +21,8 @@ Floats = NDArray[np.float64]
 class Tokens:
     """Paired log-probs, token by token, of r rows.
 
-    a (trainer), b (rollout): f64 [n], -inf among them, no NaN. row: int64 [n], 0..r - 1, ascending. position: int64 [n],
+    a (trainer), b (rollout): f64 [n], -inf among them, no NaN. row: int64 [n], 0..r - 1, ascending. position: int64
+    [n],
     in the response. ids: int64 [n] or None. pair: int64 [r], the pair each row is of. step: int64 [r], -1 unknown; lag,
     temperature: f64 [r], NaN unknown; prompt: int64 [r], 0 unknown.
     """
@@ -84,7 +85,7 @@ def draw(a: Table, b: Table, pairs: Pairs, seed: int = 0) -> Tokens:
         if total >= MAX_TOKENS:
             break
     parts: dict[str, list[NDArray[np.generic]]] = {"a": [], "b": [], "row": [], "position": [], "ids": []}
-    kept = []
+    kept: list[int] = []
     for i in sorted(chosen):
         left, right, use = counted(a, b, pairs, i)
         if not use.any():

@@ -80,7 +80,8 @@ def _shuffled_ids(a: Table, b: Table, pairs: Pairs) -> tuple[Pairs, list[Finding
         return pairs, []
     first = int(moved[0])
     evidence = (
-        f"paired by {pairs.by}, {percent(float(wrong.mean()))} of the rows have other token ids; {len(moved)} of them have "
+        f"paired by {pairs.by}, {percent(float(wrong.mean()))} of the rows have other token ids; {len(moved)} of "
+        "them have "
         "the very ids of another row",
         f"line {a.line[again.a[first]]} of A is line {b.line[again.b[first]]} of B",
     )
@@ -131,7 +132,8 @@ def _other_tokens(a: Table, b: Table, pairs: Pairs) -> tuple[Finding | None, boo
     evidence = [f"{lasts}, from the first tokens on"]
     if mapped > 0.95:
         evidence.append(
-            f"every id of A stands for one and the same id of B ({percent(mapped)} of {pairs_seen} positions): the same "
+            f"every id of A stands for one and the same id of B ({percent(mapped)} of {pairs_seen} positions): the "
+            "same "
             "pieces under other numbers"
         )
     else:
@@ -142,7 +144,8 @@ def _other_tokens(a: Table, b: Table, pairs: Pairs) -> tuple[Finding | None, boo
         "A and B use different tokenizers",
         sure,
         tuple(evidence),
-        "load the same tokenizer files on both sides (compare tokenizer.json, added tokens and vocabulary size), and pass "
+        "load the same tokenizer files on both sides (compare tokenizer.json, added tokens and vocabulary size), "
+        "and pass "
         "token ids, not text, from the rollout to the trainer",
         {"share": share, "mapped": mapped, "length_ratio": lengths, "largest_a": sizes[0], "largest_b": sizes[1]},
     )
@@ -224,7 +227,8 @@ def _shifted_ids(pairs: Pairs) -> Finding | None:
                 f"token ids of {ahead} are one position ahead of those of {behind}",
                 _share(flags, lambda s: s > 0.3),
                 (f"in {percent(float(flags.mean()))} of the rows its ids are those of {behind} from the second on",),
-                f"drop the first token of {behind}, or shift one of the two by one before they are joined; figures here are "
+                f"drop the first token of {behind}, or shift one of the two by one before they are joined; figures "
+                "here are "
                 "of the shifted rows",
                 {"ahead": ahead, "share": float(flags.mean())},
             )
@@ -235,7 +239,8 @@ def _shifted_ids(pairs: Pairs) -> Finding | None:
 
 
 def _padding(a: Table, b: Table, pairs: Pairs) -> tuple[Pairs, Finding | None]:
-    """Both sides hold padded rows without a mask: rows of one length that end in runs of one id, constant on one side."""
+    """Both sides hold padded rows without a mask: rows of one length that end in runs of one id, constant on one "
+    "side."""
     if a.tokens is None or a.masked or b.masked or len(pairs) < 4:
         return pairs, None
     whole = np.diff(a.offsets)[pairs.a]
@@ -276,11 +281,13 @@ def _padding(a: Table, b: Table, pairs: Pairs) -> tuple[Pairs, Finding | None]:
         "padding is counted",
         _share(long, lambda s: s >= 0.3),
         (
-            f"all rows have {whole[0]} tokens and {percent(float(long.mean()))} of them end in a run of token {pad}, whose "
+            f"all rows have {whole[0]} tokens and {percent(float(long.mean()))} of them end in a run of token "
+            f"{pad}, whose "
             f"log-probs are {constant}",
             f"that is {percent(float(share))} of all positions",
         ),
-        "export the response mask (response_mask, loss_mask), or cut the rows at their length; figures here leave the runs "
+        "export the response mask (response_mask, loss_mask), or cut the rows at their length; figures here leave "
+        "the runs "
         "out",
         {"token": float(pad), "share": float(share)},
     )
@@ -334,7 +341,8 @@ def _shifted_values(a: Table, b: Table, pairs: Pairs) -> tuple[Pairs, Finding | 
             f"B's value at position t is that of A at {where}: shifted so, mean |delta| is "
             f"{number(float(means[shift + MAX_SHIFT]))}, unshifted {number(float(means[MAX_SHIFT]))}",
         ),
-        f"move B {count} {'later' if shift > 0 else 'earlier'}, or A the other way: logits at position t predict token t + 1, "
+        f"move B {count} {'later' if shift > 0 else 'earlier'}, or A the other way: logits at position t predict "
+        "token t + 1, "
         "so log-probs are gathered from logits[:-1] with tokens[1:]; figures here are of the shifted rows",
         {"shift": float(shift), "before": float(means[MAX_SHIFT]), "after": float(means[shift + MAX_SHIFT])},
     )
@@ -370,7 +378,8 @@ def _extra_without_ids(a: Table, b: Table, pairs: Pairs) -> tuple[Pairs, Finding
         f"{side} includes the prompt or a first token, {other} does not" if at_front else f"{side} has more at its end",
         _share(differ != 0, lambda s: s > 0.3),
         (
-            f"{side} is {size:.0f} tokens longer (median); laid over each other at the {'end' if at_front else 'start'}, mean "
+            f"{side} is {size:.0f} tokens longer (median); laid over each other at the "
+            f"{'end' if at_front else 'start'}, mean "
             f"|delta| is {number(min(tail[0], head[0]))}, else {number(max(tail[0], head[0]))}",
         ),
         "leave those positions out of the export, or write token ids too; figures here are of the common part",
@@ -418,11 +427,13 @@ def _shuffled_values(a: Table, b: Table, pairs: Pairs) -> Finding | None:
         "log-probs of B are those of other rows",
         _share(moved, lambda s: s > 0.5),
         (
-            f"{percent(float(moved.mean()))} of {len(probes)} rows looked at are much nearer to the log-probs of another row "
+            f"{percent(float(moved.mean()))} of {len(probes)} rows looked at are much nearer to the log-probs of "
+            "another row "
             f"(mean |delta| {number(float(np.median(best[moved])))}) than to those they stand beside "
             f"({number(float(np.median(own[moved])))})",
             f"line {a.line[pairs.a[probes[first]]]} of A is like line {b.line[pairs.b[where[first]]]} of B",
         ),
-        "undo the reordering (length balancing, shuffling of micro-batches) before log-probs are joined with the samples",
+        "undo the reordering (length balancing, shuffling of micro-batches) before log-probs are joined with the "
+        "samples",
         {"share": float(moved.mean())},
     )
