@@ -370,7 +370,7 @@ def _temperature_words(f: Figures, tokens: Tokens) -> tuple[str, tuple[str, ...]
             f"cancels, differences of B are {number(1 / t)} times those of A"
         )
     stated = tokens.temperature[~np.isnan(tokens.temperature)]
-    if len(stated) and stated.std() == 0:
+    if len(stated) and (stated == stated[0]).all():
         own = float(stated[0])
         if abs(own / t - 1) < 0.1:
             evidence.append(f"the file says temperature {own:g}: B is divided by it, A is not")
