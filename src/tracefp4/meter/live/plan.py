@@ -70,8 +70,9 @@ def load_run(target: str | None, overrides: list[str], train: str | None, method
     if folder.is_dir():
         source = folder / CONFIG
         if not source.is_file():
-            hint = f"; for a checkpoint, use --train {target}" if (folder / "config.json").is_file() else ""
-            raise TracefpError(f"{folder} is no run folder (it has no {CONFIG}){hint}")
+            raise TracefpError(f"{folder} is no run folder (it has no {CONFIG}): give one, or a recipe")
+        if _is_checkpoint(source):
+            raise TracefpError(f"{folder} is a checkpoint, not a run: use --train {target}")
         if train is None:
             train = str(folder / CHECKPOINT)
             if not Path(train).is_dir():
@@ -80,6 +81,15 @@ def load_run(target: str | None, overrides: list[str], train: str | None, method
                 )
     config = load_config(source, settings, RunConfig)
     return config if train is None else _with_model(config, train)
+
+
+def _is_checkpoint(config: Path) -> bool:
+    """Whether a config.json is a model's; a run's has the same name."""
+    try:
+        content = json.loads(config.read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and "model_type" in content
 
 
 def _with_settings(settings: list[str], train: str) -> RunConfig:

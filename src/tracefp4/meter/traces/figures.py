@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,13 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tracefp4.meter.traces.pairing import Pairs
+from tracefp4.meter.traces.pairing import Pairs, indices, parts
 from tracefp4.meter.traces.reading import Table
-from tracefp4.meter.traces.sampling import counted
 
 OUTLIERS, CONTEXT = 25, 8
 TIS_CAP = 5.0
-_CHUNK = 1 << 18
 _STEPS = np.logspace(-4, 1, 21)
 _EDGES = np.concatenate([[-np.inf], -_STEPS[::-1], _STEPS, [np.inf]])
 """Bounds of delta's histogram: four bars a decade to either side, what is below 1e-4 in the middle."""
@@ -104,46 +101,31 @@ def measure(a: Table, b: Table, pairs: Pairs, outliers: int = OUTLIERS) -> Figur
     histogram = np.zeros(len(_EDGES) - 1, dtype=np.int64)
     worst: list[tuple[float, int, int]] = []
     impossible = 0
-    pending: list[tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]] = []
-    waiting = 0
-
-    def flush() -> None:
-        nonlocal waiting
-        if not pending:
-            return
-        x, y, at = (np.concatenate(part) for part in zip(*pending, strict=True))
-        total.add(x, y)
-        _by_bucket(positions, _bucket(at + 1), x, y)
-        _by_bucket(surprises, np.clip((-x * 2).astype(np.int64), 0, 15), x, y)
-        histogram[:] += np.histogram(x - y, _EDGES)[0]
-        pending.clear()
-        waiting = 0
-
-    for i in range(len(pairs)):
-        left, right, use = counted(a, b, pairs, i)
-        x, y = a.role("train")[left][use], b.role("rollout")[right][use]
-        ok = np.isfinite(x) & np.isfinite(y)
-        impossible += int((~ok).sum())
-        at = np.flatnonzero(use)[ok]
-        x, y = np.asarray(x[ok]), np.asarray(y[ok])
+    step_of = np.where(a.step[pairs.a] >= 0, a.step[pairs.a], b.step[pairs.b])
+    for part in parts(pairs.length):
+        length = pairs.length[part]
+        at_a, row = indices(a.offsets[pairs.a[part]], pairs.start_a[part], length)
+        at_b, _ = indices(b.offsets[pairs.b[part]], pairs.start_b[part], length)
+        x, y = a.role("train")[at_a], b.role("rollout")[at_b]
+        use = a.mask[at_a] & b.mask[at_b] & ~np.isnan(x) & ~np.isnan(y)
+        finite = np.isfinite(x) & np.isfinite(y)
+        impossible += int((use & ~finite).sum())
+        use &= finite
+        position = (at_a - (a.offsets[pairs.a[part]] + pairs.start_a[part])[row])[use]
+        x, y, row = x[use], y[use], row[use] + part.start
         if not len(x):
             continue
+        total.add(x, y)
+        _by_bucket(positions, _bucket(position + 1), x, y)
+        _by_bucket(surprises, np.clip((-x * 2).astype(np.int64), 0, 15), x, y)
+        for step in np.unique(step_of[row]).tolist():
+            of_step = step_of[row] == step
+            steps.setdefault(step, Sums()).add(x[of_step], y[of_step])
+        histogram += np.histogram(x - y, _EDGES)[0]
         size = np.abs(x - y)
-        for k in np.argsort(size)[::-1][:outliers]:
-            entry = (float(size[k]), i, int(at[k]))
-            if len(worst) < outliers:
-                heapq.heappush(worst, entry)
-            elif entry > worst[0]:
-                heapq.heapreplace(worst, entry)
-            else:
-                break
-        step = int(a.step[pairs.a[i]]) if a.step[pairs.a[i]] >= 0 else int(b.step[pairs.b[i]])
-        steps.setdefault(step, Sums()).add(x, y)
-        pending.append((x, y, at))
-        waiting += len(x)
-        if waiting >= _CHUNK:
-            flush()
-    flush()
+        largest = np.argsort(-size, kind="stable")[:outliers]
+        worst += zip(size[largest].tolist(), row[largest].tolist(), position[largest].tolist(), strict=True)
+        worst = sorted(worst, reverse=True)[:outliers]
     return Figures(
         tokens=total.n,
         metrics=total.metrics(),
@@ -151,7 +133,7 @@ def measure(a: Table, b: Table, pairs: Pairs, outliers: int = OUTLIERS) -> Figur
         by_position=[_point({"position": float(_start(k))}, s) for k, s in enumerate(positions) if s.n],
         by_logprob=[_point({"logprob": -k / 2 - 0.25}, s) for k, s in enumerate(surprises) if s.n],
         histogram=_bars(histogram),
-        outliers=[_outlier(a, b, pairs, *entry) for entry in sorted(worst, reverse=True)],
+        outliers=[_outlier(a, b, pairs, *entry) for entry in worst],
         impossible=impossible,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -102,11 +103,44 @@ def relate(a: Table, b: Table, pairs: Pairs) -> Pairs:
     if a is b:
         return replace(pairs, relation=np.full(len(pairs), "equal"))
     starts_a, starts_b, lengths = (np.array(x) for x in (pairs.start_a, pairs.start_b, pairs.length))
-    names = []
-    for i, (left, right) in enumerate(zip(pairs.a, pairs.b, strict=True)):
-        name, starts_a[i], starts_b[i], lengths[i] = relation(a.tokens[a.span(left)], b.tokens[b.span(right)])
-        names.append(name)
-    return replace(pairs, start_a=starts_a, start_b=starts_b, length=lengths, relation=np.array(names))
+    names = np.full(len(pairs), "equal", dtype="<U12")
+    for i in np.flatnonzero(~_equal(a, b, pairs)).tolist():
+        left, right = a.span(int(pairs.a[i])), b.span(int(pairs.b[i]))
+        names[i], starts_a[i], starts_b[i], lengths[i] = relation(a.tokens[left], b.tokens[right])
+    return replace(pairs, start_a=starts_a, start_b=starts_b, length=lengths, relation=names)
+
+
+def _equal(a: Table, b: Table, pairs: Pairs) -> NDArray[np.bool_]:
+    """bool [m]: pairs of the same tokens, part by part of all of them."""
+    assert a.tokens is not None
+    assert b.tokens is not None
+    whole_a, whole_b = np.diff(a.offsets)[pairs.a], np.diff(b.offsets)[pairs.b]
+    out = whole_a == whole_b
+    zero = np.zeros(len(pairs), dtype=np.int64)
+    for part in parts(np.where(out, whole_a, 0)):
+        of_a, row = indices(a.offsets[pairs.a[part]], zero[part], np.where(out, whole_a, 0)[part])
+        of_b, _ = indices(b.offsets[pairs.b[part]], zero[part], np.where(out, whole_a, 0)[part])
+        differ = a.tokens[of_a] != b.tokens[of_b]
+        out[part.start + np.unique(row[differ])] = False
+    return out
+
+
+def parts(lengths: Rows, tokens: int = 1 << 18) -> Iterator[slice]:
+    """Slices of the pairs, in order, of about so many tokens each."""
+    ends = np.cumsum(lengths)
+    start = 0
+    while start < len(lengths):
+        before = ends[start - 1] if start else 0
+        stop = max(start + 1, int(np.searchsorted(ends, before + tokens, side="right")))
+        yield slice(start, stop)
+        start = stop
+
+
+def indices(offsets: Rows, starts: Rows, lengths: Rows) -> tuple[Rows, Rows]:
+    """(place of every token of these rows in a column, the row's number among them), int64 [sum of lengths] each."""
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    within = np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return (offsets + starts)[row] + within, row
 
 
 def relation(ta: Rows, tb: Rows) -> tuple[str, int, int, int]:

@@ -23,6 +23,7 @@ from tracefp4.errors import TracefpError
 from tracefp4.meter.traces.layouts import LayoutError, Names, Record, read_record
 
 SHOWN_NOTICES = 10
+_BUFFERED = 512
 _BOMS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 
 
@@ -36,15 +37,24 @@ class Column:
     def __init__(self, dtype: Any) -> None:
         self.dtype = np.dtype(dtype)
         self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed by array()
+        self._waiting: list[NDArray[Any]] = []
         self.size = 0
 
     def extend(self, values: NDArray[Any]) -> None:
-        self._file.write(np.ascontiguousarray(values, self.dtype).tobytes())
+        self._waiting.append(values)
         self.size += len(values)
+        if len(self._waiting) >= _BUFFERED:
+            self._write()
+
+    def _write(self) -> None:
+        if self._waiting:
+            self._file.write(np.concatenate(self._waiting).astype(self.dtype, copy=False).tobytes())
+            self._waiting.clear()
 
     def array(self) -> NDArray[Any]:
         """All values, read from the disk as they are used; nothing can be added any more."""
         with self._file as file:  # the map outlives it
+            self._write()
             file.flush()
             if not self.size:
                 return np.empty(0, self.dtype)
