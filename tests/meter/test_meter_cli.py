@@ -32,7 +32,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "rollout": [Row(s.response, s.rollout, {"sample_id": SCRIPT}) for s in samples],
         "shifted": [Row(s.response, np.roll(s.rollout, 1), {"sample_id": SCRIPT}) for s in samples],
     }
-    return {name: write_rows(folder / f"{name}.jsonl", of_file) for name, of_file in rows.items()}
+    names = {"train": "train", "rollout": "rollout", "shifted": "<script>shifted"}
+    return {name: write_rows(folder / f"{names[name]}.jsonl", of_file) for name, of_file in rows.items()}
 
 
 def test_a_clean_pair_passes(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,4 +147,7 @@ def test_the_page_needs_nothing_but_itself(
 
 
 def test_what_files_say_stays_text(pages: dict[str, Path]) -> None:
-    assert SCRIPT not in pages["traces"].read_text()
+    page = pages["traces"].read_text()
+    assert SCRIPT not in page
+    assert "<script>shifted" not in page
+    assert "&lt;script&gt;shifted.jsonl" in page

@@ -246,11 +246,12 @@ def _padding(a: Table, b: Table, pairs: Pairs) -> tuple[Pairs, Finding | None]:
     whole = np.diff(a.offsets)[pairs.a]
     if (whole != whole[0]).any() or whole[0] < 4:
         return pairs, None
+    # The last two tokens of a padded row are the same; only then is every run measured.
+    if (a.tokens[a.offsets[pairs.a + 1] - 1] == a.tokens[a.offsets[pairs.a + 1] - 2]).mean() < 0.3:
+        return pairs, None
     real = np.array([mask_of_tail(a.tokens[a.span(int(i))]) for i in pairs.a])
     runs = whole - real
     long = runs >= 2
-    if long.mean() < 0.3:
-        return pairs, None
     ids = Counter(int(a.tokens[a.offsets[i + 1] - 1]) for i in pairs.a[long].tolist())
     pad, count = ids.most_common(1)[0]
     if count < 0.9 * long.sum():
@@ -402,18 +403,17 @@ def _shuffled_values(a: Table, b: Table, pairs: Pairs) -> Finding | None:
     usable = np.flatnonzero(lengths >= 4)
     if len(usable) < 8:
         return None
-    heads = np.full((len(pairs), PREFIX), np.nan)
+    at = (b.offsets[pairs.b] + pairs.start_b)[:, None] + np.arange(PREFIX)
+    inside = (np.arange(PREFIX) < lengths[:, None]) & (lengths >= 4)[:, None]
     column = b.role("rollout")
-    for i in usable.tolist():
-        at = int(b.offsets[pairs.b[i]] + pairs.start_b[i])
-        head = column[at : at + min(PREFIX, int(lengths[i]))]
-        heads[i, : len(head)] = np.where(np.isfinite(head), head, np.nan)
+    heads = np.where(inside, column[np.where(inside, at, 0)], np.nan)
+    heads[~np.isfinite(heads)] = np.nan
     mine, theirs = a.role("train"), np.diff(b.offsets)[pairs.b]
     probes = np.random.default_rng(0).permutation(usable)[:PROBES]
     own, best, where = np.zeros(len(probes)), np.zeros(len(probes)), np.zeros(len(probes), dtype=np.int64)
     for k, i in enumerate(probes.tolist()):
-        at = int(a.offsets[pairs.a[i]] + pairs.start_a[i])
-        head = mine[at : at + min(PREFIX, int(lengths[i]))]
+        first = int(a.offsets[pairs.a[i]] + pairs.start_a[i])
+        head = mine[first : first + min(PREFIX, int(lengths[i]))]
         distance = _distances(heads[:, : len(head)], head)
         distance[theirs != theirs[i]] = np.inf
         own[k], where[k] = distance[i], int(np.argmin(distance))
@@ -421,7 +421,7 @@ def _shuffled_values(a: Table, b: Table, pairs: Pairs) -> Finding | None:
     moved = (where != probes) & (best < 0.4 * own) & (own > 0.05)
     if moved.mean() <= 0.5:
         return None
-    first = int(np.flatnonzero(moved)[0])
+    example = int(np.flatnonzero(moved)[0])
     return Finding(
         "shuffled_rows",
         "log-probs of B are those of other rows",
@@ -431,7 +431,7 @@ def _shuffled_values(a: Table, b: Table, pairs: Pairs) -> Finding | None:
             "another row "
             f"(mean |delta| {number(float(np.median(best[moved])))}) than to those they stand beside "
             f"({number(float(np.median(own[moved])))})",
-            f"line {a.line[pairs.a[probes[first]]]} of A is like line {b.line[pairs.b[where[first]]]} of B",
+            f"line {a.line[pairs.a[probes[example]]]} of A is like line {b.line[pairs.b[where[example]]]} of B",
         ),
         "undo the reordering (length balancing, shuffling of micro-batches) before log-probs are joined with the "
         "samples",
