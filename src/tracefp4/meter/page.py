@@ -231,13 +231,13 @@ def _histogram(bars: list[dict[str, float]]) -> dict[str, Any]:
         shape = {"x": f"{left + i * width:.1f}", "y": f"{bottom - high:.1f}", "width": f"{max(1.0, width - 1):.1f}"}
         parts.append(tag("rect", tag("title", label), height=f"{high:.1f}", **shape))
     parts.append(tag("path", d=f"M{left} {bottom}H{WIDTH - left}", class_="axis"))
-    middle = len(bars) // 2
+    count, quarter = len(bars), len(bars) // 4 + 1
     for at, text, anchor in (
         (1, "-10", "start"),
-        (middle // 2 + 1, f"{bars[middle // 2 + 1]['low']:.1g}", "middle"),
-        (middle + 0.5, "0", "middle"),
-        (len(bars) - middle // 2 - 1, f"{bars[-middle // 2 - 2]['high']:.1g}", "middle"),
-        (len(bars) - 1, "10", "end"),
+        (quarter, f"{bars[quarter]['low']:.1g}", "middle"),
+        (count / 2, "0", "middle"),
+        (count - quarter, f"{bars[count - 1 - quarter]['high']:.1g}", "middle"),
+        (count - 1, "10", "end"),
     ):
         parts.append(tag("text", text, x=f"{left + at * width:.1f}", y=bottom + 19, text_anchor=anchor))
     parts.append(tag("text", "A - B, nats", x=WIDTH // 2, y=HEIGHT - 6, text_anchor="middle"))
