@@ -7,13 +7,14 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "tracefp4"
 
-LEAVES = {"types", "config", "errors", "files", "signals"}
+LEAVES = {"types", "config", "device", "errors", "files", "signals"}
 CORE = LEAVES | {"formats", "kernels", "recipe"}
 
 ALLOWED: dict[str, set[str]] = {
     "__init__": set(),
     "types": LEAVES,
     "config": LEAVES,
+    "device": LEAVES,
     "errors": LEAVES,
     "files": LEAVES,
     "signals": LEAVES,
