@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "evaluate": CORE | {"guidance", "nn", "rollout", "methods", "tasks", "align", "report", "loop", "saves"},
     "cli": LEAVES
     | {"loop", "asynchronous", "compare", "methods", "train", "report", "formats", "guidance", "recipe", "saves"}
-    | {"guidance_cli", "evaluate"},
+    | {"guidance_cli", "evaluate", "bench"},
     "guidance_cli": LEAVES | {"guidance"},
     "__main__": {"cli"},
 }

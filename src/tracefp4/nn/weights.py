@@ -79,3 +79,9 @@ def fake_quantized_weights(
 def fake_quantized_weight(module: nn.Module, name: str, format_name: str, pow2: bool) -> Tensor:
     """``fake_quantized_weights`` of one parameter."""
     return fake_quantized_weights(module, (name,), format_name, pow2)[0]
+
+
+def drop_kept_weights(model: nn.Module) -> None:
+    """Frees the fake-quantized weights that a model's modules keep; the next forward makes them again."""
+    for module in model.modules():
+        module.__dict__.pop("_tracefp4_weights", None)
