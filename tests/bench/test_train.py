@@ -17,8 +17,19 @@ from tracefp4.errors import TracefpError
 
 CPU = torch.device("cpu")
 SIZES = {
-    **{"layers": 2, "hidden": 32, "experts": 4, "top": 2, "width": 16, "heads": 2, "kv-heads": 1, "head-dim": 16},
-    **{"vocab": 32, "tokens": 32, "length": 16, "repeats": 2, "device": "cpu"},
+    "layers": 2,
+    "hidden": 32,
+    "experts": 4,
+    "top": 2,
+    "width": 16,
+    "heads": 2,
+    "kv-heads": 1,
+    "head-dim": 16,
+    "vocab": 32,
+    "tokens": 32,
+    "length": 16,
+    "repeats": 2,
+    "device": "cpu",
 }
 TINY = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
 
