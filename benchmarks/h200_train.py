@@ -1,10 +1,11 @@
 """One GPU run of all that concerns training: checks, the training step, and `compare` against two CPU cores.
 
-    python benchmarks/h200_train.py OUT_DIR [--seconds 290] [--cpu-prompts 8]
+    python benchmarks/h200_train.py OUT_DIR [--seconds 290] [--cpu-prompts 8] [--dry]
 
 Writes OUT_DIR/summary.json after every part; a part that fails is noted there and the rest goes on. The CPU's run of
 recipes/large.toml starts first and has two cores to itself, with fewer prompts a step, as a whole step takes minutes
-there; the GPU runs that size too, and the whole one. Exit status 1 where a part failed or a target was missed.
+there; the GPU runs that size too, and the whole one. --dry runs every part on the CPU with small sizes: it tries the
+script out. Exit status 1 where a part failed or a target was missed.
 """
 
 from __future__ import annotations
@@ -36,14 +37,17 @@ METRICS = (
     "train/grad_norm",
     "guidance/guided_share",
 )
+DRY_STEP = "--layers 2 --hidden 64 --experts 8 --top 2 --width 32 --heads 4 --kv-heads 2 --head-dim 32 --vocab 64"
+DRY_RUN = ["model.path=builtin:sums-moe", "run.steps=2", "sampling.prompts_per_step=1", "sampling.samples_per_prompt=4"]
 COMMON = ["run.eval_prompts=0", "run.tensorboard=false", "run.state_every=0", "run.probe_every=0"]
 
 
 class Driver:
     """Parts in order, and what they found."""
 
-    def __init__(self, out: Path, seconds: float) -> None:
+    def __init__(self, out: Path, seconds: float, dry: bool) -> None:
         self.out, self.end = out, time.monotonic() + seconds
+        self.dry, self.device = dry, "cpu" if dry else "cuda"
         self.summary: dict[str, Any] = {"provenance": provenance(), "failed": {}, "seconds": {}}
         out.mkdir(parents=True, exist_ok=True)
 
@@ -56,17 +60,16 @@ class Driver:
         print(f"== {name}, {self.left:.0f} s left", flush=True)
         try:
             self.summary[name] = run()
-        except BaseException as error:
+        except Exception as error:  # the parts after it are worth having all the same
             self.summary["failed"][name] = f"{type(error).__name__}: {error}"
             traceback.print_exc()
-            if isinstance(error, KeyboardInterrupt):
-                raise
         finally:
             self.summary["seconds"][name] = round(time.monotonic() - begun, 1)
             (self.out / "summary.json").write_text(json.dumps(self.summary, indent=1) + "\n", encoding="utf-8")
 
     def command(self, run: Path, *settings: str) -> list[str]:
         recipe = [str(ROOT / "recipes" / "large.toml"), f"model.path={self.out / 'policy'}", *COMMON, *settings]
+        recipe += DRY_RUN if self.dry else []
         return [sys.executable, "-m", "tracefp4", "train", *recipe, "--out", str(run), "--overwrite"]
 
 
@@ -98,7 +101,7 @@ def start_on_cpu(driver: Driver, prompts: int) -> subprocess.Popen[bytes]:
 def on_gpu(driver: Driver, name: str, steps: int, *settings: str) -> dict[str, Any]:
     """Steps on the GPU; the first one, in which kernels are compiled, is left out of the time."""
     run = driver.out / name
-    command = driver.command(run, "run.device=cuda", f"run.steps={steps}", *settings)
+    command = driver.command(run, f"run.device={driver.device}", f"run.steps={steps}", *settings)
     subprocess.run(command, check=True, env=_environment(), timeout=driver.left)
     return read_run(run, first=1)
 
@@ -136,15 +139,17 @@ def bench_train(driver: Driver) -> dict[str, Any]:
     from tracefp4.bench import train
 
     folder = driver.out / "train"
-    code = train.main(["--device", "cuda", "--out", str(folder), "--seconds", str(min(60.0, driver.left / 3))])
+    small = [*DRY_STEP.split(), "--tokens", "128", "--length", "32", "--repeats", "2"] if driver.dry else []
+    seconds = min(60.0, driver.left / 3)
+    code = train.main(["--device", driver.device, "--out", str(folder), "--seconds", str(seconds), *small])
     document: dict[str, Any] = json.loads((folder / "results.json").read_text())
     return {"exit code": code, "checks": document["checks"], "targets": document["targets"]}
 
 
-def checks() -> list[str]:
+def checks(driver: Driver) -> list[str]:
     from tracefp4.bench.train_checks import check_all
 
-    return check_all(torch.device("cuda"))
+    return check_all(torch.device(driver.device))
 
 
 def main() -> int:
@@ -152,12 +157,13 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=290)
     parser.add_argument("--cpu-prompts", type=int, default=8)
+    parser.add_argument("--dry", action="store_true")
     args = parser.parse_args()
-    driver = Driver(args.out.absolute(), args.seconds)
+    driver = Driver(args.out.absolute(), args.seconds, args.dry)
     few = f"sampling.prompts_per_step={args.cpu_prompts}"
     process: list[subprocess.Popen[bytes]] = []
     driver.part("start", lambda: process.append(start_on_cpu(driver, args.cpu_prompts)))
-    driver.part("checks", checks)
+    driver.part("checks", lambda: checks(driver))
     driver.part("training step", lambda: bench_train(driver))
     driver.part("gpu, few prompts", lambda: on_gpu(driver, "gpu-few", 4, "method.name=trace", few))
     for mode in ("trace", "bf16"):

@@ -2,9 +2,9 @@
 
     python benchmarks/larger_policy.py OUT_DIR    # of recipes/large.toml: OUT_DIR is runs/large-policy
 
-Twice the hidden size, heads, experts (and experts per token) and expert width, and two more layers. Every width holds its
-weights twice, halved where they are summed, and the new layers add little, so that the function is nearly the built-in
-one's; 2 % of noise on every weight makes the copies differ.
+Twice the hidden size, heads, experts (and experts per token) and expert width, and two more layers. Every width holds
+its weights twice, halved where they are summed, and the new layers add little, so that the function is nearly the
+built-in one's; 2 % of noise on every weight makes the copies differ.
 """
 
 from __future__ import annotations
