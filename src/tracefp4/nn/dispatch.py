@@ -24,11 +24,12 @@ for BF16 on a GPU. The loop learns the number of rows of each expert on the host
 class Dispatch:
     """The order in which (token, expert) pairs lie grouped by expert.
 
-    order int64 [M]: pair n * K + k at each place, ascending within an expert; place int64 [M]: its inverse;
-    offsets_E int32 [E]: end of each expert's rows; K experts per token.
+    order int64 [M]: pair n * K + k at each place, ascending within an expert; token int64 [M]: its n; place int64 [M]:
+    the inverse of order; offsets_E int32 [E]: end of each expert's rows; K experts per token.
     """
 
     order_M: Tensor
+    token_M: Tensor
     place_M: Tensor
     offsets_E: Tensor
     K: int
@@ -42,7 +43,8 @@ class Dispatch:
         # Not bincount, which asks the device for the largest value first.
         bounds = torch.arange(num_experts, device=order.device, dtype=torch.int32)
         offsets = torch.searchsorted(chosen, bounds, right=True, out_int32=True)
-        return Dispatch(order, place, offsets, experts_NK.shape[-1])
+        K = experts_NK.shape[-1]
+        return Dispatch(order, order // K, place, offsets, K)
 
     def scatter(self, x_NH: Tensor) -> Tensor:
         """Rows [M, H] grouped by expert."""
@@ -50,7 +52,7 @@ class Dispatch:
 
     def gather(self, y_MH: Tensor, gates_NK: Tensor) -> Tensor:
         """The sum of each token's K rows, weighed by its gates: [N, H]."""
-        weighed = y_MH * gates_NK.reshape(-1)[self.order_M, None]
+        weighed = y_MH * gates_NK.reshape(-1).gather(0, self.order_M)[:, None]
         return _Gather.apply(weighed, self)
 
 
@@ -65,7 +67,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NH: Tensor, dispatch: Dispatch) -> Tensor:
         ctx.dispatch = dispatch
-        return x_NH[dispatch.order_M // dispatch.K]
+        return x_NH[dispatch.token_M]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -82,7 +84,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0][ctx.dispatch.order_M // ctx.dispatch.K], None
+        return grads[0][ctx.dispatch.token_M], None
 
 
 def grouped_linear(x_MI: Tensor, w_EOI: Tensor, offsets_E: Tensor, products: str = "auto") -> Tensor:
