@@ -7,17 +7,19 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "tracefp4"
 
-LEAVES = {"types", "config", "device", "errors", "files", "signals"}
+LEAVES = {"types", "config", "config_problems", "device", "errors", "files", "signals", "terminal"}
 CORE = LEAVES | {"formats", "kernels", "recipe"}
 
 ALLOWED: dict[str, set[str]] = {
     "__init__": set(),
     "types": LEAVES,
     "config": LEAVES,
+    "config_problems": LEAVES,
     "device": LEAVES,
     "errors": LEAVES,
     "files": LEAVES,
     "signals": LEAVES,
+    "terminal": LEAVES,
     "saves": LEAVES,
     "formats": LEAVES,
     "kernels": LEAVES | {"formats"},
