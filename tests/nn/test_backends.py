@@ -148,6 +148,22 @@ def test_products_and_their_gradients(products: str) -> None:
     check_products(torch.device(DEVICE), products)
 
 
+def test_garbage_in_an_idle_experts_gradient_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's grouped product leaves it on Blackwell: the product here is one that does."""
+    offsets = torch.tensor([2, 2, 5], dtype=torch.int32)
+
+    def product(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+        w.register_hook(lambda g: g + torch.tensor([0.0, float("nan"), 0.0])[:, None, None])
+        return torch.cat([x[:2] @ w[0], x[2:] @ w[2]])
+
+    monkeypatch.setattr("tracefp4.nn.dispatch._idle_gradients_are_garbage", lambda device: True)
+    monkeypatch.setattr("torch.nn.functional.grouped_mm", product)
+    x, w = torch.randn(5, 4), torch.randn(3, 2, 4, requires_grad=True)
+    (gradient,) = torch.autograd.grad(grouped_linear(x, w, offsets, "grouped_mm").sum(), w)
+    assert gradient[1].abs().max() == 0
+    torch.testing.assert_close(gradient[0], x[:2].sum(0).expand(2, 4))
+
+
 def test_dispatch_orders_pairs_by_expert_and_back() -> None:
     chosen = torch.tensor([[3, 0], [0, 1], [3, 1]])
     d = Dispatch.of(chosen, 5)

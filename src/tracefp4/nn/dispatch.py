@@ -87,6 +87,26 @@ class _Gather(torch.autograd.Function):
         return grads[0][ctx.dispatch.token_M], None
 
 
+class _ZeroIdle(torch.autograd.Function):
+    """w; back, the gradient of experts without rows is 0 whatever it was."""
+
+    @staticmethod
+    def forward(ctx: Any, w_EOI: Tensor, offsets_E: Tensor) -> Tensor:
+        ctx.save_for_backward(offsets_E)
+        return w_EOI.view_as(w_EOI)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (offsets_E,) = ctx.saved_tensors
+        idle_E = offsets_E.diff(prepend=offsets_E.new_zeros(1)) == 0
+        return grads[0].masked_fill(idle_E[:, None, None], 0.0), None
+
+
+def _idle_gradients_are_garbage(device: torch.device) -> bool:
+    """On Blackwell torch's grouped product leaves memory as it was for an empty group (pytorch issue 172439)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
+
+
 def grouped_linear(x_MI: Tensor, w_EOI: Tensor, offsets_E: Tensor, products: str = "auto") -> Tensor:
     """x of each expert's rows times that expert's matrix transposed: [M, O].
 
@@ -97,6 +117,8 @@ def grouped_linear(x_MI: Tensor, w_EOI: Tensor, offsets_E: Tensor, products: str
         raise KernelError(f"unknown way {products!r} to multiply experts; one of {', '.join(PRODUCTS)}")
     grouped = x_MI.is_cuda and x_MI.dtype == torch.bfloat16 if products == "auto" else products == "grouped_mm"
     if grouped:
+        if _idle_gradients_are_garbage(x_MI.device):
+            w_EOI = _ZeroIdle.apply(w_EOI, offsets_E)
         return F.grouped_mm(x_MI, w_EOI.transpose(1, 2), offs=offsets_E)
     bounds = [0, *offsets_E.tolist()]
     sizes = [b - a for a, b in pairwise(bounds)]
