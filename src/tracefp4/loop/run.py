@@ -44,6 +44,7 @@ _FREE_RUN_KEYS = (
 )
 FREE_ON_RESUME = frozenset(
     [f"run.{key}" for key in _FREE_RUN_KEYS]
+    + ["train.keep_quantized_weights"]
     + [f"watch.{key}" for key in WatchConfig.model_fields]
     + [f"guidance.{key}" for key in GuidanceStoreConfig.model_fields]
 )
