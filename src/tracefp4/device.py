@@ -30,6 +30,6 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 
     The host goes on at once; torch keeps the pinned copy until the device has read it.
     """
-    if torch.device(device).type != "cuda" or tensor.is_cuda:
+    if torch.device(device).type != "cuda" or tensor.is_cuda or not tensor.numel():
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
