@@ -150,6 +150,17 @@ def bench_train(driver: Driver) -> dict[str, Any]:
     return {"exit code": code, "checks": document["checks"], "targets": document["targets"]}
 
 
+def tests(driver: Driver) -> str:
+    """The tests of the trainer's ops, on the GPU's own kernels."""
+    command = [sys.executable, "-m", "pytest", "tests/nn/test_backends.py", "tests/test_device.py", "-q"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=_environment(), timeout=driver.left, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(done.stdout[-2000:])
+    return done.stdout.strip().splitlines()[-1]
+
+
 def checks(driver: Driver) -> list[str]:
     from tracefp4.bench.train_checks import check_all
 
@@ -178,6 +189,7 @@ def main() -> int:
         driver.part(name, lambda mode=mode: on_gpu(driver, f"gpu-{mode}", 4, f"method.name={mode}"))  # type: ignore[misc]
     if process:
         driver.part("cpu, few prompts", lambda: finish_cpu(driver, process[0]))
+    driver.part("tests", lambda: tests(driver))
     driver.part("compared", lambda: compared(driver))
     step = driver.summary.get("training step") or {"targets": [{"met": False}]}
     met = [t["met"] for t in step["targets"]] + [(driver.summary.get("compared") or {"met": False})["met"]]

@@ -89,12 +89,18 @@ def guided_round(
         here = guidance if guidance.payload.device == values.device else guidance.to(values.device, non_blocking=True)
         assert here.encode_scale is not None
         own: OwnScale = own_encode_scale  # type: ignore[assignment]  # `_own` has seen it
-        header, rows = here.header, values.reshape(here.header.rows, here.header.k)
+        header, rows = here.header, _rows(values)
         scale = here.encode_scale.to(values.device)
         args = (here.payload.contiguous(), scale, here.valid, header.format, header.bits, rule, own)
         return guided_round_rows(rows, *args).view(values.shape)
 
     return _StraightThrough.apply(x, by_kernel if kernel else by_torch)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[N, K], a view wherever the values of a row lie side by side."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def _own(scale: EncodeScale) -> bool:
@@ -118,7 +124,7 @@ def fake_quantize(x: Tensor, format: str, encode_scale: EncodeScale = "row", bac
         return fmt.dequantize(fmt.quantize(values, encode_scale=scale), dtype=values.dtype)
 
     def by_kernel(values: Tensor) -> Tensor:
-        rows = values.reshape(-1, values.shape[-1])
+        rows = _rows(values)
         scale: OwnScale = encode_scale  # type: ignore[assignment]  # `_own` has seen it
         return fake_quantize_rows(rows, format, scale).view(values.shape)
 
