@@ -184,13 +184,13 @@ def main() -> int:
     driver.part("checks", lambda: checks(driver))
     driver.part("training step", lambda: bench_train(driver))
     driver.part("gpu, few prompts", lambda: on_gpu(driver, "gpu-few", 4, "method.name=trace", few))
-    for mode in ("trace", "bf16"):
-        name = f"gpu, whole step, {mode}"
-        driver.part(name, lambda mode=mode: on_gpu(driver, f"gpu-{mode}", 4, f"method.name={mode}"))  # type: ignore[misc]
+    whole = "gpu, whole step, "
+    driver.part(whole + "trace", lambda: on_gpu(driver, "gpu-trace", 4, "method.name=trace"))
     if process:
         driver.part("cpu, few prompts", lambda: finish_cpu(driver, process[0]))
-    driver.part("tests", lambda: tests(driver))
     driver.part("compared", lambda: compared(driver))
+    driver.part(whole + "bf16", lambda: on_gpu(driver, "gpu-bf16", 4, "method.name=bf16"))
+    driver.part("tests", lambda: tests(driver))
     step = driver.summary.get("training step") or {"targets": [{"met": False}]}
     met = [t["met"] for t in step["targets"]] + [(driver.summary.get("compared") or {"met": False})["met"]]
     print(json.dumps({k: v for k, v in driver.summary.items() if k != "provenance"}, indent=1))
