@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "tracefp4"
 
-LEAVES = {"types", "config", "config_problems", "errors", "files", "signals", "terminal"}
+LEAVES = {"types", "config", "config_problems", "device", "errors", "files", "signals", "terminal"}
 CORE = LEAVES | {"formats", "kernels", "recipe"}
 
 ALLOWED: dict[str, set[str]] = {
@@ -15,6 +15,7 @@ ALLOWED: dict[str, set[str]] = {
     "types": LEAVES,
     "config": LEAVES,
     "config_problems": LEAVES,
+    "device": LEAVES,
     "errors": LEAVES,
     "files": LEAVES,
     "signals": LEAVES,
@@ -41,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "meter": CORE | {"guidance", "nn", "rollout", "train", "methods", "tasks", "align", "report", "loop", "saves"},
     "cli": LEAVES
     | {"loop", "asynchronous", "compare", "methods", "train", "report", "formats", "guidance", "recipe", "saves"}
-    | {"guidance_cli", "evaluate", "meter"},
+    | {"guidance_cli", "evaluate", "bench", "meter"},
     "guidance_cli": LEAVES | {"guidance"},
     "__main__": {"cli"},
 }

@@ -1,4 +1,4 @@
-"""The command line: `tracefp4 train`, `compare`, `status`, `eval`, `meter`, `report`, `guidance` and smaller ones.
+"""The commands of `tracefp4`: train, compare, status, eval, meter, report, bench, guidance and smaller ones.
 
 A user's error is one sentence on standard error and exit code 2; an unexpected exception keeps its traceback.
 Commands import what they run on use, so that `--help` answers at once.
@@ -302,6 +302,14 @@ def methods() -> None:
     width = max(len(method.name) for method in known)
     for method in known:
         print(f"{method.name:<{width}}  {method.description}")
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def bench(context: typer.Context) -> None:
+    """Check and time kernels, rollout or training on this machine: bench {kernels, rollout, train}."""
+    from tracefp4.bench.cli import run
+
+    raise typer.Exit(run(context.args))
 
 
 @app.command()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tracefp4.assets import builtin_model_path
+from tracefp4.device import resolve_device
 from tracefp4.errors import TracefpError
 from tracefp4.guidance.plan import record_row_bytes
 from tracefp4.guidance.schema import full_bits
@@ -66,10 +67,11 @@ class Parts:
     hf_config: Any
     recipe: QuantRecipe
     sizes: SaveSizes
+    device: str = "cpu"
 
     def make_engine(self, store: GuidanceStore, recipe: QuantRecipe | None = None) -> RolloutEngine:
         """An engine without weights. recipe: another numeric form than the run's."""
-        return RolloutEngine(self.hf_config, recipe or self.recipe, self.rollout, store)
+        return RolloutEngine(self.hf_config, recipe or self.recipe, self.rollout, store, self.device)
 
     def make_trainer(self, store: GuidanceStore) -> GRPOTrainer:
         """The trainer with the checkpoint's weights."""
@@ -82,6 +84,7 @@ class Parts:
             temperature=self.config.sampling.temperature,
             pad_id=self.tokenizer.pad_token_id,
             seed=derive_seed(self.config.run.seed, "minibatches"),
+            device=self.device,
         )
 
     def guidance_bytes(self) -> int:
@@ -198,6 +201,7 @@ def preflight(config: RunConfig, task: Task | None = None, training: bool = True
     """
     if config.run.threads > (os.cpu_count() or 1):
         raise TracefpError(f"run.threads {config.run.threads} exceeds this machine's {os.cpu_count()} cores")
+    device = resolve_device(config.run.device)
     rollout, train = config.rollout, config.train
     path = model_path(config.model.path)
     method = get_method(config.method.name)
@@ -214,7 +218,7 @@ def preflight(config: RunConfig, task: Task | None = None, training: bool = True
     encoder = make_encoder(tokenizer, config)
     check_weights(path, hf_config)
     sizes = SaveSizes.of(count_weights(path), getattr(torch, train.dtype).itemsize)
-    parts = Parts(config, path, method, rollout, train, tokenizer, encoder, task, hf_config, recipe, sizes)
+    parts = Parts(config, path, method, rollout, train, tokenizer, encoder, task, hf_config, recipe, sizes, device)
     if training:
         _check_prompts(parts)
     return parts

@@ -48,6 +48,7 @@ _FREE_RUN_KEYS = (
 )
 FREE_ON_RESUME = frozenset(
     [f"run.{key}" for key in _FREE_RUN_KEYS]
+    + ["train.keep_quantized_weights"]
     + [f"watch.{key}" for key in WatchConfig.model_fields]
     + [f"guidance.{key}" for key in GuidanceStoreConfig.model_fields]
 )
@@ -375,7 +376,8 @@ def _resume(run: Steps, run_dir: Path) -> Position:
 
 def write_run_json(parts: Parts, run_dir: Path, at: Position) -> None:
     """Where the run's numbers come from; a resumed run adds an entry to "resumes" and says what has changed."""
-    now = provenance() | {"threads": {"torch": torch.get_num_threads(), "omp": os.environ.get("OMP_NUM_THREADS")}}
+    threads = {"torch": torch.get_num_threads(), "omp": os.environ.get("OMP_NUM_THREADS")}
+    now = provenance() | {"device": parts.device, "threads": threads}
     path, config = run_dir / RUN, parts.config
     if at.trained and path.is_file():
         facts = _read_object(path)
