@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from tracefp4.asynchronous.buffer import Group
 from tracefp4.asynchronous.channel import Channel
@@ -53,6 +54,14 @@ class AsyncTrainingRun:
         """Tells the supervisor where the trainer stands; the rollout starts from there."""
         clear_store(self.store)  # records of processes that are gone
         self.channel.send(Ready(self._publish()))
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """As ``TrainingRun.state``."""
+        return self.trainer.state()
+
+    def load_state(self, tensors: dict[str, Tensor], counters: dict[str, int]) -> None:
+        """As ``TrainingRun.load_state``."""
+        self.trainer.load_state(tensors, counters)
 
     def _publish(self) -> Weights:
         """Writes the weights under their version, whole or not at all."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from tracefp4.rollout.engine import RolloutConfig, RolloutEngine
 from tracefp4.rollout.model import ModelShape
 from tracefp4.saves import SaveSizes
 from tracefp4.tasks import Exchanges, Prompt, PromptEncoder, Task, ToolTask, make_task, score_all
+from tracefp4.train.losses import make_loss
 from tracefp4.train.trainer import GRPOTrainer, TrainConfig
 from tracefp4.types import Request, SamplingParams, Trajectory
 
@@ -80,7 +81,14 @@ class Parts:
             temperature=self.config.sampling.temperature,
             pad_id=self.tokenizer.pad_token_id,
             seed=derive_seed(self.config.run.seed, "minibatches"),
+            loss=self.method.loss,
         )
+
+    @property
+    def evaluated_recipe(self) -> QuantRecipe:
+        """The form in which held-out problems are answered; nothing is recorded."""
+        recipe = self.method.deployed_recipe(self.config.quant, self.hf_config.num_hidden_layers)
+        return replace(recipe, guided_layers=())
 
     def close(self) -> None:
         """Ends what the task keeps running, such as the workers of a check."""
@@ -119,6 +127,7 @@ class Parts:
                     f"{len(prompts) - len(kept)} of {len(prompts)} prompts do not fit; encode them first"
                 )
         s, seed = self.config.sampling, self.config.run.seed
+        head = min(make_loss(self.method.loss, self.train).top_logprobs, self.hf_config.vocab_size)
         total = len(prompts) * samples
         stride = total / probes if probes else 0
         probed = {int(i * stride) for i in range(min(probes, total))}
@@ -130,6 +139,7 @@ class Parts:
                     max_new_tokens=s.max_new_tokens,
                     stop_token_ids=(self.tokenizer.eos_token_id,),
                     seed=derive_seed(seed, tag, p.id, j),
+                    top_logprobs=head,
                 )
                 out.append(Request(f"{tag}/{p.id}/{j}", ids, sampling, probe=len(out) in probed))
         return out
@@ -175,7 +185,7 @@ def preflight(config: RunConfig, task: Task | None = None, training: bool = True
         raise TracefpError(f"run.threads {config.run.threads} exceeds this machine's {os.cpu_count()} cores")
     rollout, train = config.rollout, config.train
     path = model_path(config.model.path)
-    method = get_method(config.method.name)
+    method = get_method(config.method.name).configured(config.method)
     if method.dtype is not None:
         rollout = rollout.model_copy(update={"dtype": method.dtype})
         train = train.model_copy(update={"dtype": method.dtype})
@@ -188,7 +198,9 @@ def preflight(config: RunConfig, task: Task | None = None, training: bool = True
     recipe = method.recipe(config.quant, hf_config.num_hidden_layers)
     encoder = make_encoder(tokenizer, config)
     check_weights(path, hf_config)
-    sizes = SaveSizes.of(count_weights(path), getattr(torch, train.dtype).itemsize)
+    weights, itemsize = count_weights(path), getattr(torch, train.dtype).itemsize
+    sizes = SaveSizes.of(weights, itemsize)
+    sizes = replace(sizes, state=sizes.state + config.run.lag * itemsize * weights)  # past weights are in it too
     parts = Parts(config, path, method, rollout, train, tokenizer, encoder, task, hf_config, recipe, sizes)
     if training:
         _check_prompts(parts)

@@ -23,6 +23,7 @@ from tracefp4.formats import QuantizedBlocks, get_format
 from tracefp4.kernels.grouped_experts import ExpertMatrices, Routing, grouped_linear
 from tracefp4.kernels.paged_attention import paged_attention
 from tracefp4.recipe import QuantRecipe, quantize_expert_weights
+from tracefp4.rollout.compensation import ResidualCompensation
 from tracefp4.rollout.kv_pool import KVPool
 
 
@@ -174,6 +175,7 @@ class RolloutModel:
         angles = torch.arange(shape.max_positions, dtype=torch.float32)[:, None] * (1.0 / shape.rope_theta**half)
         self._cos, self._sin = angles.cos().to(device), angles.sin().to(device)
         self._layers: list[_Layer] = []
+        self.compensation = ResidualCompensation.of(recipe)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Takes all weights under their transformers names and quantizes the experts.
@@ -359,6 +361,8 @@ class RolloutModel:
         fmt = get_format(r.activations)
         blocks = fmt.quantize(x, encode_scale=r.site_encode_scale("expert_input"))
         operand, epilogue = fmt.operands(blocks, dtype=torch.float32)
+        if self.compensation is not None:
+            operand, epilogue = self.compensation.operand(x, blocks, operand, epilogue)
         return operand, epilogue, blocks
 
 

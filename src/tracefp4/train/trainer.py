@@ -45,8 +45,8 @@ class TrainConfig(StrictModel):
     log-probs. max_version_diff: guidance recorded under older versions falls back to nearest rounding. decode: slots
     follow from the record and the trainer's values; "forward" finds them anew in every forward, "once" keeps those of
     the old-log-prob forward for all updates of the rollout, at 4.5 bits per guided value of memory. replay: send tokens
-    to the rollout's experts (R3). guided_updates: where not 0, only the old log-probs and the first so many updates of a
-    rollout are guided, later ones round to nearest. straight_through: the gradient of rounded activations, K and V:
+    to the rollout's experts (R3). guided_updates: where not 0, only the old log-probs and the first so many updates of
+    a rollout are guided, later ones round to nearest. straight_through: the gradient of rounded activations, K and V:
     the identity's, or "clipped" to 0 beyond what a block's scale represents. tbpo, score_centering, triage: of the
     losses of these names, which ``method.name`` chooses.
     """

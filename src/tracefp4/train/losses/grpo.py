@@ -49,7 +49,7 @@ def grpo_loss(
     bypass: bool = False,
     gate: Tensor | None = None,
 ) -> LossTerms:
-    """``-sum_t w_t min(r_t A, clip(r_t, 1 - clip_low, 1 + clip_high) A)`` over masked tokens (METHODS section 2).
+    """``-sum_t w_t min(r_t A, clip(r_t, 1 - clip_low, 1 + clip_high) A)`` over masked tokens.
 
     logprobs (with gradient), old_logprobs, rollout_logprobs f32 [B, T - 1]; advantages f32 [B]; mask bool.
     w_t = min(exp(old - rollout), tis_cap), without gradient. bypass: the ratio and its clip are taken directly against
