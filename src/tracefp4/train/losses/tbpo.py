@@ -61,7 +61,7 @@ def tbpo_loss(
         weight = mean(batch.old_logprobs - batch.rollout_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().detach()
     wider = torch.ones_like(ratio)
     if reference_length:
-        wider = (reference_length / length.clamp(min=1)).to(ratio.dtype).clamp(min=1).sqrt()
+        wider = (reference_length / length.clamp(min=1).to(ratio.dtype)).clamp(min=1).sqrt()
     low, high = (1 - eps_low * wider).clamp(min=0), 1 + eps_high * wider
     bounded = torch.maximum(torch.minimum(ratio, high), low) * A
     surrogate = torch.where(A > 0, torch.minimum(ratio * A, bounded), bounded)

@@ -118,11 +118,10 @@ def triage_gate(delta: Tensor, negative: Tensor, config: TriageConfig) -> Tensor
     count = segment_sums(torch.ones_like(delta), negative, segment).clamp(min=1)
     mean = segment_sums(delta, negative, segment) / count
     far = segment_sums((delta < c.tail_below).to(delta.dtype), negative, segment)
-    weight = torch.where(mean < c.mild_below, c.mild_weight, 1.0)
-    weight = torch.where(mean < c.severe_below, c.severe_weight, weight)
+    weight = torch.ones_like(delta)
+    weight = weight.masked_fill(mean < c.mild_below, c.mild_weight).masked_fill(mean < c.severe_below, c.severe_weight)
     tail = 1 - c.tail_drop * (far / c.tail_count).clamp(max=1)
-    gated = torch.minimum(weight.to(delta.dtype), tail)
-    return torch.where(negative & (delta < 0), gated, 1.0)
+    return torch.where(negative & (delta < 0), torch.minimum(weight, tail), 1.0)
 
 
 def repair_penalty(delta: Tensor, positive: Tensor, config: TriageConfig) -> Tensor:
