@@ -19,6 +19,7 @@ from tracefp4.guidance.store import GuidanceStore, MemoryStore
 from tracefp4.loop.config import RunConfig
 from tracefp4.loop.lag import PastWeights
 from tracefp4.loop.parts import preflight
+from tracefp4.loop.posttraining import quantize_calibrated
 from tracefp4.report import write_json_atomic
 from tracefp4.rollout.engine import RolloutEngine
 from tracefp4.saves import BEST_FACTS
@@ -159,6 +160,8 @@ class TrainingRun:
             return self.engine
         engine = self.parts.make_engine(MemoryStore(), self.parts.evaluated_recipe)
         engine.update_weights(self.trainer.named_weights(), self.trainer.version)
+        if self.method.calibrated:
+            quantize_calibrated(engine, self.parts, self.trainer.model)
         return engine
 
     def save(self, directory: Path, facts: dict[str, Any] | None = None) -> None:

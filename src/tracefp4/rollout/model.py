@@ -148,6 +148,10 @@ class _Layer:
     dense_down: Tensor | None = None
 
 
+PARTS = ("gate_up", "down")
+"""Quantized projections of a layer."""
+
+
 class _Take(Protocol):
     def __call__(self, name: str, *size: int) -> Tensor: ...
 
@@ -257,6 +261,12 @@ class RolloutModel:
         # Unquantized weights beside quantized activations: the products still run on FP32 operands.
         dtype = torch.float32 if self.recipe.activations is not None else self.dtype
         return ExpertMatrices(w_EOI.to(dtype).clone())
+
+    def replace_experts(self, i: int, part: str, blocks: QuantizedBlocks) -> None:
+        """Other quantized weights [E, out, in] for "gate_up" or "down" of layer i: of quantizers that see more than the
+        weights. The next ``load`` quantizes by the recipe again."""
+        assert part in PARTS
+        setattr(self._layers[i], part, ExpertMatrices.quantized(blocks))
 
     @torch.no_grad()
     def forward(self, step: StepInput, pool: KVPool) -> tuple[Tensor, Captured]:
