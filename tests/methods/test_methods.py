@@ -1,6 +1,7 @@
 """Each mode is what METHODS section 2 and the named settings of the design say."""
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +29,7 @@ MODES: dict[str, tuple[bool, TrainerForward, tuple[int, ...], float, str]] = {
     "trace-full": (True, GUIDED, (0, 1, 2, 3, 4), 4.5, "cell"),
     "qarl": (True, QAT, (), 1.125, "cell"),
     "quads": (True, WEIGHTS, (), 1.125, "cell"),
+    "quads-kv": (True, TrainerForward(weights=True, kv=True), (), 1.125, "cell"),
     "resq": (True, QAT, (), 1.125, "cell"),
     "score_centering": (True, QAT, (), 1.125, "cell"),
     "triage": (True, QAT, (), 1.125, "cell"),
@@ -42,6 +44,7 @@ MODES: dict[str, tuple[bool, TrainerForward, tuple[int, ...], float, str]] = {
 OTHERWISE = {
     "qarl": ("tbpo", None, "nvfp4"),
     "quads": ("grpo", Compensation("quads", "channels", 0.5), "nvfp4"),
+    "quads-kv": ("grpo", Compensation("quads", "channels", 0.5), "nvfp4"),
     "resq": ("grpo", Compensation("resq", "channels", 0.5), "nvfp4"),
     "score_centering": ("score_centering", None, "nvfp4"),
     "triage": ("triage", None, "nvfp4"),
@@ -222,3 +225,29 @@ def test_a_name_is_registered_once() -> None:
 def test_scale_is_checked(scale: float) -> None:
     with pytest.raises((ConfigError, ValueError)):
         QuantConfig(kv_encode_scale=scale)
+
+
+def test_docs_describe_every_mode_and_key() -> None:
+    from tracefp4.loop import LoopConfig
+    from tracefp4.methods import CompensationConfig
+    from tracefp4.report import catalog
+    from tracefp4.train.losses import ScoreCenteringConfig, TBPOConfig, TriageConfig
+    from tracefp4.train.trainer import TrainConfig
+
+    docs = Path(__file__).parents[2] / "docs"
+    methods, recipes = (docs / "methods.md").read_text(), (docs / "recipes.md").read_text()
+    for method in list_methods():
+        assert f"`{method.name}`" in methods, method.name
+        assert (method.name in catalog.NOT_QUANTIZED) == (not method.quantized), method.name
+        assert not method.quantized or (method.name in catalog.NOT_GUIDED) == (method.guidance is None), method.name
+        assert (method.name in catalog.NOT_ROUNDED) == (
+            method.quantized and not (method.forward.activations or method.forward.kv)
+        ), method.name
+    for preset in list_presets():
+        assert f"`{preset}`" in methods
+    for config in (TBPOConfig, ScoreCenteringConfig, TriageConfig):
+        for key in config.model_fields:
+            assert f"{key}`" in methods or f"{key} =" in methods, key
+    for config in (TrainConfig, LoopConfig, MethodConfig, CompensationConfig):
+        for key in config.model_fields:
+            assert f".{key}`" in recipes or f".{key}.*`" in recipes or key == "compensation", key

@@ -13,3 +13,13 @@ QUADS = register(
         compensation=Compensation("quads"),
     )
 )
+
+QUADS_KV = register(
+    Method(
+        "quads-kv",
+        "the same, trainer fake-quantizes weights and KV",
+        quantized=True,
+        forward=TrainerForward(weights=True, kv=True),
+        compensation=Compensation("quads"),
+    )
+)
