@@ -332,7 +332,7 @@ def decode_codes(
         chosen = torch.where((magnitude & 1) == bits, magnitude, neighbour)
     else:
         below_own = ~(z >= _magnitudes(fmt, z.device)[magnitude.to(torch.int32)])  # true for NaN
-        largest = fmt.magnitudes(z.device).shape[0] - 1
+        largest = len(fmt.magnitudes(torch.device("cpu"))) - 1
         lower = torch.where(below_own, magnitude - 1, magnitude).clamp_(max=largest - 1)
         if full:
             # magnitude index of the rollout's code as seen in the direction of z's sign

@@ -55,8 +55,9 @@ def _straight_through(x: Tensor, blocks_of: Callable[[Tensor], QuantizedBlocks],
     def rounding_and_range(values: Tensor) -> tuple[Tensor, Tensor]:
         blocks = blocks_of(values)
         fmt = get_format(blocks.format)
-        inside = fmt.scaled(values, blocks.scales, blocks.encode_scale).abs() <= fmt.element_max
-        return fmt.dequantize(blocks, dtype=values.dtype), inside
+        largest = fmt.element_max * fmt.effective_scale(blocks.scales, blocks.encode_scale)
+        inside = values.float().unflatten(-1, (-1, fmt.block_size)).abs() <= largest[..., None]
+        return fmt.dequantize(blocks, dtype=values.dtype), inside.flatten(-2)
 
     if clipped:
         return _ClippedStraightThrough.apply(x, rounding_and_range)
