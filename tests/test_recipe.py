@@ -61,6 +61,7 @@ def test_guided_layers(layers: int, which: str, want: tuple[int, ...]) -> None:
     [
         ({"weights": "nvfp"}, "did you mean"),
         ({"kv": "fp8"}, "unknown format 'fp8'"),
+        ({"kv": "mxfp8-rceil"}, "the KV cache holds four-bit formats, not mxfp8-rceil"),
         ({"encode_scale": "tensor"}, "encode_scale must be one of row, row-pow2, got 'tensor'"),
         ({"rule": "cells"}, "rule must be one of cell, bracket, got 'cells'"),
         ({"kv_encode_scale": 0.0}, "kv_encode_scale must be > 0"),

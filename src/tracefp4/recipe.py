@@ -72,6 +72,8 @@ class QuantRecipe:
         for name in (self.weights, self.activations, self.kv):
             if name is not None:
                 get_format(name)  # raises by name
+        if self.kv is not None and get_format(self.kv).element_bits != 4:
+            raise TracefpError(f"the KV cache holds four-bit formats, not {self.kv}")
         if self.encode_scale not in ENCODE_SCALES:
             raise TracefpError(f"encode_scale must be one of {', '.join(ENCODE_SCALES)}, got {self.encode_scale!r}")
         if self.rule not in RULES:
