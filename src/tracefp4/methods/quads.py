@@ -17,7 +17,7 @@ QUADS = register(
 QUADS_KV = register(
     Method(
         "quads-kv",
-        "the same, trainer fake-quantizes weights and KV",
+        "FP4 rollout with residual activation compensation, trainer fake-quantizes weights and KV",
         quantized=True,
         forward=TrainerForward(weights=True, kv=True),
         compensation=Compensation("quads"),
