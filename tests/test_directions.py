@@ -38,9 +38,10 @@ ALLOWED: dict[str, set[str]] = {
     "bench": CORE | {"guidance", "nn"},
     "compare": LEAVES | {"report"},
     "evaluate": CORE | {"guidance", "nn", "rollout", "methods", "tasks", "align", "report", "loop", "saves"},
+    "meter": CORE | {"guidance", "nn", "rollout", "train", "methods", "tasks", "align", "report", "loop", "saves"},
     "cli": LEAVES
     | {"loop", "asynchronous", "compare", "methods", "train", "report", "formats", "guidance", "recipe", "saves"}
-    | {"guidance_cli", "evaluate"},
+    | {"guidance_cli", "evaluate", "meter"},
     "guidance_cli": LEAVES | {"guidance"},
     "__main__": {"cli"},
 }
