@@ -20,6 +20,7 @@ from tracefp4.guidance.recorder import SlotRecorder
 from tracefp4.guidance.store import GuidanceStore, MemoryStore
 from tracefp4.recipe import QuantRecipe
 from tracefp4.rollout.block_manager import BlockManager
+from tracefp4.rollout.head import keep_heads, take_head
 from tracefp4.rollout.kv_pool import make_kv_pool
 from tracefp4.rollout.model import Captured, ModelShape, RolloutModel, StepInput
 from tracefp4.rollout.sampler import sample
@@ -139,13 +140,12 @@ class RolloutEngine:
     def _probe_recorder(self) -> SlotRecorder | None:
         """A recorder of full codes in all layers; made when the first request asks for it, since it is large.
 
-        Full codes take 4.25 bits a value in MX formats and 4.5 in the others; a record has one width, so a recipe that
-        mixes them has no probe.
+        Each site keeps the full width of its own format.
         """
-        full = {full_bits(name) for name in (self.recipe.activations, self.recipe.kv) if name}
-        if len(full) != 1:
+        full = [full_bits(name) for name in (self.recipe.activations, self.recipe.kv) if name]
+        if not full:
             return None
-        return SlotRecorder(self.recipe, range(self.shape.layers), full.pop(), self._slots, self._widths, self.device)
+        return SlotRecorder(self.recipe, range(self.shape.layers), max(full), self._slots, self._widths, self.device)
 
     # -- weights ----------------------------------------------------------------------------------------------
 
@@ -302,6 +302,7 @@ class RolloutEngine:
             positions = torch.tensor([len(s.tokens) for s in seqs], device=logits.device)
             ids, logprobs = sample(logits, [s.request.sampling for s in seqs], positions)
             drawn = list(zip(ids.tolist(), logprobs.tolist(), strict=True))
+            keep_heads(seqs, logits)
         # Settled only now: where sampling raises, the same rows simply run again.
         for s in batch:
             s.seq.num_computed = s.stop
@@ -350,6 +351,7 @@ class RolloutEngine:
             probe=self._store(seq, self.probe, slots, row_versions, f"{seq.request.request_id}/probe")
             if seq.request.probe
             else None,
+            head=take_head(seq),
         )
         self.scheduler.finish(seq, trajectory.finish_reason)
         del self._by_id[seq.request.request_id]

@@ -23,6 +23,7 @@ from tracefp4.formats import QuantizedBlocks, get_format
 from tracefp4.kernels.grouped_experts import ExpertMatrices, Routing, grouped_linear
 from tracefp4.kernels.paged_attention import paged_attention
 from tracefp4.recipe import QuantRecipe, quantize_expert_weights
+from tracefp4.rollout.compensation import ResidualCompensation
 from tracefp4.rollout.kv_pool import KVPool
 
 
@@ -147,6 +148,10 @@ class _Layer:
     dense_down: Tensor | None = None
 
 
+PARTS = ("gate_up", "down")
+"""Quantized projections of a layer."""
+
+
 class _Take(Protocol):
     def __call__(self, name: str, *size: int) -> Tensor: ...
 
@@ -174,6 +179,7 @@ class RolloutModel:
         angles = torch.arange(shape.max_positions, dtype=torch.float32)[:, None] * (1.0 / shape.rope_theta**half)
         self._cos, self._sin = angles.cos().to(device), angles.sin().to(device)
         self._layers: list[_Layer] = []
+        self.compensation = ResidualCompensation.of(recipe)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Takes all weights under their transformers names and quantizes the experts.
@@ -255,6 +261,12 @@ class RolloutModel:
         # Unquantized weights beside quantized activations: the products still run on FP32 operands.
         dtype = torch.float32 if self.recipe.activations is not None else self.dtype
         return ExpertMatrices(w_EOI.to(dtype).clone())
+
+    def replace_experts(self, i: int, part: str, blocks: QuantizedBlocks) -> None:
+        """Other quantized weights [E, out, in] for "gate_up" or "down" of layer i: of quantizers that see more than the
+        weights. The next ``load`` quantizes by the recipe again."""
+        assert part in PARTS
+        setattr(self._layers[i], part, ExpertMatrices.quantized(blocks))
 
     @torch.no_grad()
     def forward(self, step: StepInput, pool: KVPool) -> tuple[Tensor, Captured]:
@@ -359,6 +371,8 @@ class RolloutModel:
         fmt = get_format(r.activations)
         blocks = fmt.quantize(x, encode_scale=r.site_encode_scale("expert_input"))
         operand, epilogue = fmt.operands(blocks, dtype=torch.float32)
+        if self.compensation is not None:
+            operand, epilogue = self.compensation.operand(x, blocks, operand, epilogue)
         return operand, epilogue, blocks
 
 

@@ -219,7 +219,8 @@ def _mixed(
 
 
 def _mismatch(mine: QuantizedBlocks, truth: QuantizedBlocks) -> Tensor:
-    return (slot_index(mine.unpacked_codes()) != slot_index(truth.unpacked_codes())).float().mean(-1)
+    bits = truth.element_bits
+    return (slot_index(mine.unpacked_codes(), bits) != slot_index(truth.unpacked_codes(), bits)).float().mean(-1)
 
 
 def rollout_weights(engine: RolloutEngine) -> dict[int, dict[str, Tensor]]:
