@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from tracefp4.formats import QuantizedBlocks, get_format
-from tracefp4.formats.e2m1 import pack_codes
 from tracefp4.guidance import CompactGuidance, decode
 from tracefp4.kernels.grouped_experts import ExpertMatrices
 from tracefp4.nn import GuidanceContext, SiteObserver, fake_quantize
@@ -214,7 +213,7 @@ def _mixed(
     same = fmt.effective_scale(own.scales, own.encode_scale) == fmt.effective_scale(truth.scales, truth.encode_scale)
     same = same.repeat_interleave(own.block_size, dim=-1)
     again = fmt.round_with_scales(x, truth.scales, truth.encode_scale)
-    kept = pack_codes(torch.where(same, own.unpacked_codes(), again))
+    kept = fmt.pack(torch.where(same, own.unpacked_codes(), again))
     return _value(QuantizedBlocks(kept, truth.scales, truth.encode_scale, own.format, own.shape), x)
 
 
