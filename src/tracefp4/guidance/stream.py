@@ -101,6 +101,10 @@ class GatheredRows:
     slots: Tensor
     rows: Tensor | None = None
 
+    @property
+    def ready(self) -> bool:
+        return self.rows is not None
+
     def experts(self) -> Tensor:
         """int16 [n, layers, K], in memory of its own."""
         assert self.rows is not None
@@ -127,7 +131,7 @@ class StreamRecorder:
 
     def __init__(self, layout: RowLayout, num_slots: int, chunk_rows: int, device: str) -> None:
         self.layout, self.chunk_rows = layout, chunk_rows
-        self._device_rows = torch.zeros(2 * chunk_rows, layout.nbytes, dtype=torch.uint8, device=device)
+        self._device_rows = torch.zeros(2 * chunk_rows + 1, layout.nbytes, dtype=torch.uint8, device=device)
         # Untouched pages of a numpy array take no memory; torch.zeros would touch them.
         self._host_rows = torch.from_numpy(np.zeros((num_slots, layout.nbytes), dtype=np.uint8))
         self._staging = HostStaging(device, max(1 << 20, 3 * self.chunk_bytes))
@@ -141,10 +145,15 @@ class StreamRecorder:
     def chunk_bytes(self) -> int:
         return self.chunk_rows * self.layout.nbytes
 
+    @property
+    def scratch_row(self) -> int:
+        """A row of the device buffer that padding may write to."""
+        return 2 * self.chunk_rows
+
     @staticmethod
     def device_bytes(layout: RowLayout, chunk_rows: int) -> int:
         """What a recorder takes of the device's memory."""
-        return 2 * chunk_rows * layout.nbytes
+        return (2 * chunk_rows + 1) * layout.nbytes
 
     def begin(self, slots: Tensor) -> int:
         """Makes room for a step's rows, int64 [N] slots on the host; the first of the N device rows to write.

@@ -167,6 +167,7 @@ class RolloutModel:
         self._embed: Tensor | None = None
         self._norm: Tensor | None = None
         self._head: Tensor | None = None
+        self.broken = False
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Takes all weights under their transformers names and quantizes the experts.
@@ -183,15 +184,17 @@ class RolloutModel:
     def fill(self, take: Take) -> None:
         """Writes all weights, layer by layer, from the second time on into the same memory: captured graphs read it.
 
-        A failure halfway, such as no memory for a temporary, leaves weights of two versions, not to be run.
+        A failure halfway, such as no memory for a temporary, leaves weights of two versions, and ``broken`` set.
         """
         s = self.shape
+        self.broken = True
         self._embed = put(self._embed, take("model.embed_tokens.weight"))
         for i in range(s.layers):
             layer = self._layers[i] if i < len(self._layers) else None
             self._layers[i : i + 1] = [put(layer, self._load_layer(i, take))]
         self._norm = put(self._norm, take("model.norm.weight"))
         self._head = self._embed if s.tied_embeddings else put(self._head, take("lm_head.weight"))
+        self.broken = False
 
     @property
     def weight_tensors(self) -> list[Tensor]:
