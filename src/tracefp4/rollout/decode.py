@@ -54,7 +54,7 @@ class DecodeRunner:
         self.buckets = buckets(max_num_seqs)
         self._recorder = recorder
         M, device = max_num_seqs, torch.device(model.device)
-        pinned = device.type == "cuda"
+        self._pinned = pinned = device.type == "cuda"
         self.tokens, self.positions = (torch.zeros(M, dtype=torch.int64, device=device) for _ in range(2))
         self.tables = torch.zeros(M, max_pages, dtype=torch.int32, device=device)
         self.first_record = torch.zeros(1, dtype=torch.int64, device=device)
@@ -112,7 +112,8 @@ class DecodeRunner:
         self._reset()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        # Other threads may go on using the device, as the guidance store's writer does.
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             logits = self._forward(B)
             if not nucleus:
                 self._draw(logits, B, nucleus)
@@ -144,9 +145,9 @@ class DecodeRunner:
             self.first_record.fill_(self._recorder.begin(torch.tensor([self._slot(s) for s in self._rows])))
         with torch.no_grad():
             (self._replay if self.graphs else self._eager)(B, nucleus)
-        out = self._host_out[:, :B]
-        out.copy_(self.out[:, :B], non_blocking=True)
-        event = torch.cuda.current_stream().record_event() if out.is_pinned() else None
+        out = self._host_out
+        out.copy_(self.out, non_blocking=True)  # whole: a part would be no plain copy, and wait
+        event = torch.cuda.current_stream().record_event() if self._pinned else None
         if before_wait is not None:
             before_wait()
         if event is not None:

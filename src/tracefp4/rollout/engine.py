@@ -37,7 +37,7 @@ class RolloutEngine:
 
     hf_config: a transformers config (its sizes are read, none of its code runs), or a ModelShape. recipe: what is
     quantized and what is recorded. store: where records go; a MemoryStore by default. Weights arrive by
-    ``update_weights``.
+    ``update_weights``. kernel_model: runs the forward in place of a model of the engine's own, unless in plain torch.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class RolloutEngine:
         config: RolloutConfig | None = None,
         store: GuidanceStore | None = None,
         device: str = "cpu",
+        kernel_model: KernelModel | None = None,
     ) -> None:
         self.config = resolve(config or RolloutConfig(), device)
         self.recipe = recipe
@@ -77,9 +78,9 @@ class RolloutEngine:
         self._ending: deque[tuple[Sequence, GatheredRows | None, GatheredRows | None]] = deque()
         self.kernels: KernelExecutor | None = None
         if c.backend != "torch":
-            kernel_model = KernelModel(self.shape, recipe, dtype, device)
+            kernel_model = kernel_model or KernelModel(self.shape, recipe, dtype, device)
             self.model: RolloutModel = kernel_model
-            self.kernels = KernelExecutor(kernel_model, c, num_pages)
+            self.kernels = KernelExecutor(kernel_model, recipe, c, num_pages)
             return
         self.model = RolloutModel(self.shape, recipe, dtype, device)
         kv_scale = recipe.site_encode_scale("key")

@@ -41,11 +41,11 @@ def chunk_rows(config: RolloutConfig) -> int:
 
 
 class KernelExecutor:
-    """config: resolved. num_pages: of the cache, without its scratch page."""
+    """recipe: what is recorded. config: resolved. num_pages: of the cache, without its scratch page."""
 
-    def __init__(self, model: KernelModel, config: RolloutConfig, num_pages: int) -> None:
-        self.model, self.config, self.device = model, config, model.device
-        shape, recipe = model.shape, model.recipe
+    def __init__(self, model: KernelModel, recipe: QuantRecipe, config: RolloutConfig, num_pages: int) -> None:
+        self.model, self.recipe, self.config, self.device = model, recipe, config, model.device
+        shape = model.shape
         self.pool = PagedPool(shape, recipe, num_pages, config.page_size, self.device, model.backend)
         self._slots = num_pages * config.page_size
         layout = row_layout(shape, recipe)
@@ -65,7 +65,7 @@ class KernelExecutor:
 
     def expect_probes(self) -> None:
         """Makes the recorder of full codes, which is large, when the first request asks for it."""
-        if self.probe is None and (layout := row_layout(self.model.shape, self.model.recipe, probe=True)) is not None:
+        if self.probe is None and (layout := row_layout(self.model.shape, self.recipe, probe=True)) is not None:
             self.probe = self._make_recorder(layout)
 
     def run(self, batch: list[Scheduled]) -> list[tuple[int, float]]:
