@@ -301,7 +301,7 @@ def ratios(rows: list[Row]) -> list[dict[str, Any]]:
 def table(rows: list[Row]) -> str:
     """Markdown: rows, then ratios."""
     lines = [
-        "| form | context | sequences | tokens/s | median ms | quartiles | device ms | GB a step | bound ms | of bound |",
+        "| form | context | batch | tokens/s | median ms | quartiles | device ms | GB a step | bound ms | of bound |",
         "|---|---:|---:|---:|---:|---|---:|---:|---:|---:|",
     ]
     for r in rows:

@@ -90,7 +90,7 @@ class DecodeRunner:
     def _draw(self, logits: Tensor, B: int, nucleus: bool) -> None:
         """Samples, and moves every row on to its next token."""
         positions = self.positions[:B]
-        ids, logprobs, finite = draw(logits, self.settings.rows(B), positions + 1, nucleus)
+        ids, logprobs, finite = draw(logits, self.settings.rows(B), positions + 1, nucleus, self.model.backend)
         torch.stack((ids.double(), logprobs.double(), finite.double()), out=self.out[:, :B])
         self.tokens[:B].copy_(ids)
         positions.add_((positions >= 0).long())

@@ -121,6 +121,6 @@ def _workspace(shape: ModelShape, recipe: QuantRecipe, config: RolloutConfig) ->
     if config.backend == "torch":
         per_row, per_context = 2 * per_row + 4 * k * s.hidden, 2 * per_context
         context = config.max_num_seqs * config.max_model_len
-    # BF16 logits, their FP32 copy and log-probs, and three FP64 arrays of the sampler.
-    logits = config.max_num_seqs * s.vocab * 34
+    # Logits, and at top-p or in plain torch their FP32 copy, log-probs and the sampler's FP64 arrays.
+    logits = config.max_num_seqs * s.vocab * 42
     return rows * per_row + min(context, config.max_num_seqs * config.max_model_len) * per_context + logits

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tracefp4.kernels.sampling import draw_tokens
+from tracefp4.kernels.sampling.ref import invert, scaled_logprobs
 from tracefp4.types import SamplingParams
 
 _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
@@ -79,26 +81,20 @@ class SamplingTensors:
 
 
 def draw(
-    logits_BV: Tensor, settings: SamplingTensors, positions: Tensor, nucleus: bool
+    logits_BV: Tensor, settings: SamplingTensors, positions: Tensor, nucleus: bool, backend: str = "torch"
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``sample`` without asking the host anything: (ids, log-probs, bool [B]: whether the row's logits are finite).
 
-    nucleus: whether any row cuts its distribution at top-p. Of rows that are not finite the rest means nothing.
+    nucleus: whether any row cuts its distribution at top-p; always drawn by torch. Of rows that are not finite the rest
+    means nothing.
     """
-    logits = logits_BV.float()
-    top = logits.amax(-1, keepdim=True)  # NaN where the row holds one
-    logprobs = torch.log_softmax((logits - top) / settings.temperature[:, None], dim=-1)
-    probs = logprobs.double().exp()
-    if nucleus:
-        probs = _nucleus(probs, settings.top_p)
-    cdf = probs.cumsum(-1)
-    u = counter_uniform(settings.seeds, positions) * cdf[:, -1]
-    drawn = torch.searchsorted(cdf, u[:, None], right=True)[:, 0]
-    # u < cdf[-1] up to rounding; the last token with any mass bounds the index.
-    last = probs.shape[-1] - 1 - (probs.flip(-1) > 0).int().argmax(-1)
-    drawn = torch.minimum(drawn, last)
+    uniform = counter_uniform(settings.seeds, positions)
+    if not nucleus:
+        return draw_tokens(logits_BV, settings.temperature, settings.greedy, uniform, backend=backend)
+    logits, logprobs, finite = scaled_logprobs(logits_BV, settings.temperature)
+    drawn = invert(_nucleus(logprobs.double().exp(), settings.top_p), uniform)
     ids = torch.where(settings.greedy, logits.argmax(-1), drawn)
-    return ids, logprobs.gather(-1, ids[:, None])[:, 0], torch.isfinite(top[:, 0])
+    return ids, logprobs.gather(-1, ids[:, None])[:, 0], finite
 
 
 def _nucleus(probs_BV: Tensor, top_p_B: Tensor) -> Tensor:
