@@ -53,7 +53,8 @@ def resolve(config: RolloutConfig, device: str) -> RolloutConfig:
     page_size = config.page_size or (16 if backend == "torch" else 64)
     if backend != "torch" and page_size % 16:
         raise TracefpError(f'rollout.page_size {page_size} is no multiple of 16, which backend "{backend}" needs')
-    return config.model_copy(update={"backend": backend, "page_size": page_size})
+    graphs = config.cuda_graphs and backend == "triton"  # native products ask the host for the rows of each expert
+    return config.model_copy(update={"backend": backend, "page_size": page_size, "cuda_graphs": graphs})
 
 
 def check_kernels(shape: ModelShape, recipe: QuantRecipe, config: RolloutConfig) -> None:

@@ -26,6 +26,7 @@ from tracefp4.rollout.kernel_model import KernelModel
 from tracefp4.rollout.kv_pool import make_kv_pool
 from tracefp4.rollout.memory import plan
 from tracefp4.rollout.model import Captured, ModelShape, RolloutModel, StepInput
+from tracefp4.rollout.native import NativeModel, find_provider
 from tracefp4.rollout.sampler import sample
 from tracefp4.rollout.scheduler import Scheduled, Scheduler
 from tracefp4.rollout.sequence import Sequence, Status
@@ -78,6 +79,8 @@ class RolloutEngine:
         self._ending: deque[tuple[Sequence, GatheredRows | None, GatheredRows | None]] = deque()
         self.kernels: KernelExecutor | None = None
         if c.backend != "torch":
+            if kernel_model is None and c.backend == "native":
+                kernel_model = NativeModel(self.shape, recipe, dtype, device, find_provider(device))
             kernel_model = kernel_model or KernelModel(self.shape, recipe, dtype, device)
             self.model: RolloutModel = kernel_model
             self.kernels = KernelExecutor(kernel_model, recipe, c, num_pages)

@@ -20,7 +20,7 @@ from torch.nn.attention.bias import causal_lower_right
 from tracefp4.formats import QuantizedBlocks
 from tracefp4.guidance.stream import StreamRecorder
 from tracefp4.kernels.decoder_ops import add_norm, choose_experts, norm_rotate
-from tracefp4.kernels.grouped_experts import ExpertMatrices, PackedExperts, routed_experts
+from tracefp4.kernels.grouped_experts import PackedExperts, routed_experts
 from tracefp4.kernels.paged_attention import paged_decode
 from tracefp4.kernels.quantize_record import RecordTarget, quantize_record
 from tracefp4.recipe import QuantRecipe, quantize_expert_weights
@@ -203,10 +203,8 @@ class KernelModel(RolloutModel):
 
     def _experts(self, layer: Layer, x: Tensor | QuantizedBlocks, gates: Tensor, chosen: Tensor) -> Tensor:
         r = self.recipe
-        assert layer.gate_up is not None
-        assert layer.down is not None
-        assert not isinstance(layer.gate_up, ExpertMatrices)
-        assert not isinstance(layer.down, ExpertMatrices)
+        assert isinstance(layer.gate_up, (PackedExperts, Tensor))
+        assert isinstance(layer.down, (PackedExperts, Tensor))
         scale = r.site_encode_scale("expert_input") or "row"
         return routed_experts(
             x, chosen, gates, layer.gate_up, layer.down, backend=self.backend, activations=r.activations,

@@ -134,8 +134,18 @@ class Captured:
     experts: Tensor | None
 
 
-Experts = ExpertMatrices | PackedExperts | Tensor
-"""A stacked projection: as the torch path reads it, or packed or BF16 as the kernels do."""
+@dataclass(frozen=True)
+class NativeExperts:
+    """A stacked projection as FP4 matrix units read it: codes uint8 [E, O, I/2]; scales uint8 [E, bytes], see
+    ``tracefp4.rollout.native.blocked_scales``; epilogue f32 [E], 1/S of each expert."""
+
+    codes: Tensor
+    scales: Tensor
+    epilogue: Tensor
+
+
+Experts = ExpertMatrices | PackedExperts | NativeExperts | Tensor
+"""A stacked projection: as the torch path reads it, packed or BF16 as the kernels do, or as FP4 matrix units do."""
 
 
 @dataclass
