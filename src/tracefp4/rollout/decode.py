@@ -7,8 +7,9 @@ that as long as the batch stays the same the host sends nothing but new pages. R
 their K and V go to a scratch page, their record to a scratch row, their context is empty; what they compute is thrown
 away. Without CUDA graphs, and on the CPU, the very same step runs eagerly.
 
-Each step is read back before the next one is launched: a small copy of tokens, log-probs and one flag per row, for
-which the host waits. Sampling ahead of it would save that wait, and would forward rows of sequences that have ended.
+The host waits for a small copy of tokens, log-probs and one flag per row. Then, where no row has come to its end, it
+launches the next step at once and keeps its books while the device works (``ahead``). Should the next batch be another
+one after all, such a step is dropped: its rows run again, write the same slots and draw the same tokens.
 """
 
 from __future__ import annotations
@@ -64,8 +65,14 @@ class DecodeRunner:
         self._host_out = torch.zeros(3, M, dtype=torch.float64, pin_memory=pinned)
         self._host_state = torch.zeros(2, M, dtype=torch.int64, pin_memory=pinned)
         self._host_tables = torch.zeros(M, max_pages, dtype=torch.int32, pin_memory=pinned)
+        self.ahead = pinned
+        self._flying = False
+        self._event: torch.cuda.Event | None = None
+        self._size = (0, False)
         self._rows: list[Seq] = []
-        self._lengths: list[int] = []
+        self._lengths = torch.zeros(0, dtype=torch.int64)  # of the rows' tokens, as the device has them
+        self._room = torch.zeros(0, dtype=torch.int64)  # tokens that each row may still be given
+        self._stops = torch.zeros(0, dtype=torch.int64)
         self._pages: list[int] = []
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._logits: dict[tuple[int, bool], Tensor] = {}
@@ -126,7 +133,8 @@ class DecodeRunner:
         self.positions.fill_(-1)
         self.tokens.zero_()
         self.tables[:, 0] = self.pool.scratch_page
-        self._rows, self._lengths, self._pages = [], [], []
+        self._rows, self._lengths, self._pages = [], torch.zeros(0, dtype=torch.int64), []
+        self._flying = False
 
     # -- the batch -----------------------------------------------------------------------------------------------
 
@@ -136,34 +144,67 @@ class DecodeRunner:
         before_wait: called while the device works. Raises FloatingPointError where logits are not finite; the same
         batch can be run again then.
         """
-        nucleus = any(s.request.sampling.top_p < 1 for s in batch)
-        B = next(n for n in self.buckets if n >= len(batch))
-        if self.graphs and (B, nucleus) not in self._graphs:
-            self.capture(B, nucleus)
-        self._send(batch, B)
-        if self._recorder is not None:
-            self.first_record.fill_(self._recorder.begin(torch.tensor([self._slot(s) for s in self._rows])))
-        with torch.no_grad():
-            (self._replay if self.graphs else self._eager)(B, nucleus)
-        out = self._host_out
-        out.copy_(self.out, non_blocking=True)  # whole: a part would be no plain copy, and wait
-        event = torch.cuda.current_stream().record_event() if self._pinned else None
+        rows = self.order(batch)
+        same = self._unchanged(rows)
+        if not (self._flying and same):
+            nucleus = any(s.request.sampling.top_p < 1 for s in batch)
+            size = (next(n for n in self.buckets if n >= len(batch)), nucleus)
+            if self.graphs and size not in self._graphs:
+                self.capture(*size)
+                same = False
+            self._size = size
+            self._send(rows, same)
+            self._launch()
+        self._send_tables(rows, [True] * len(rows))  # of the step after this one
         if before_wait is not None:
             before_wait()
-        if event is not None:
-            event.synchronize()
-        n = len(self._rows)
-        if not bool(out[2, :n].all()):
+        if self._event is not None:
+            self._event.synchronize()
+        self._flying = False
+        n = len(rows)
+        out = self._host_out[:, :n].clone()
+        if not bool(out[2].all()):
             self._reset()
             raise NOT_FINITE
-        self._lengths = [length + 1 for length in self._lengths]
-        tokens, logprobs = out[0, :n].long().tolist(), out[1, :n].tolist()
-        drawn = {id(s): (t, p) for s, t, p in zip(self._rows, tokens, logprobs, strict=True)}
+        ids = out[0].long()
+        self._lengths += 1
+        self._room -= 1
+        if self.ahead and self._goes_on(ids):
+            self._launch()
+            self._flying = True
+        drawn = {id(s): (t, p) for s, t, p in zip(rows, ids.tolist(), out[1].tolist(), strict=True)}
         return [drawn[id(s)] for s in batch]
 
-    def _slot(self, seq: Seq) -> int:
-        at, page = len(seq.tokens) - 1, self.pool.page_size
-        return seq.block_table[at // page] * page + at % page
+    def drop(self) -> None:
+        """Forgets a step that was launched ahead: weights are about to change."""
+        self._reset()
+
+    def _launch(self) -> None:
+        """One step of the rows that the buffers hold, and the copy of what it draws."""
+        if self._recorder is not None:
+            at, page = self._lengths - 1, self.pool.page_size
+            tables = self._host_tables[: len(at)]
+            slots = tables.gather(1, (at // page)[:, None])[:, 0].long() * page + at % page
+            self.first_record.fill_(self._recorder.begin(slots))
+        with torch.no_grad():
+            (self._replay if self.graphs else self._eager)(*self._size)
+        self._host_out.copy_(self.out, non_blocking=True)  # whole: a part would be no plain copy, and wait
+        self._event = torch.cuda.current_stream().record_event() if self._pinned else None
+
+    def _goes_on(self, ids: Tensor) -> bool:
+        """Whether no row ends with its token, int64 [n], and each has a slot for it."""
+        slots = torch.tensor(self._pages) * self.pool.page_size
+        return bool(
+            (self._room > 0).all() and (self._lengths <= slots).all() and not torch.isin(ids, self._stops).any()
+        )
+
+    def _unchanged(self, rows: list[Seq]) -> bool:
+        """Whether these are the rows that the device has, at the lengths it has them."""
+        if len(rows) != len(self._rows):
+            return False
+        return all(
+            s is t and len(s.tokens) == n for s, t, n in zip(rows, self._rows, self._lengths.tolist(), strict=True)
+        )
 
     def order(self, batch: Sequence[Seq]) -> list[Seq]:
         """The batch in the order of its rows: who stays keeps its row, newcomers fill the gaps."""
@@ -178,19 +219,16 @@ class DecodeRunner:
                 rows[rows.index(None)] = last
         return [s for s in rows if s is not None]
 
-    def _send(self, batch: Sequence[Seq], B: int) -> None:
-        """Brings the buffers up to date with the batch."""
-        rows = self.order(batch)
+    def _send(self, rows: list[Seq], same: bool) -> None:
+        """Brings the buffers up to date with a batch. same: only its pages may be new."""
         n = len(rows)
-        same = [
-            s is t and len(s.tokens) == length for s, t, length in zip(rows, self._rows, self._lengths, strict=False)
-        ]
-        if n == len(self._rows) and len(same) == n and all(same):
-            self._send_tables(rows, [True] * n, B)
+        if same:
+            self._send_tables(rows, [True] * n)
             return
         state, tables = self._host_state, self._host_tables
+        lengths = torch.tensor([len(s.tokens) for s in rows])
         state[0, :n] = torch.tensor([s.tokens[-1] for s in rows])
-        state[1, :n] = torch.tensor([len(s.tokens) - 1 for s in rows])
+        state[1, :n] = lengths - 1
         state[0, n:], state[1, n:] = 0, -1
         tables[n:, 0] = self.pool.scratch_page
         self.tokens.copy_(state[0], non_blocking=True)
@@ -198,13 +236,18 @@ class DecodeRunner:
         settings = SamplingTensors.of([s.request.sampling for s in rows])
         for name in ("temperature", "top_p", "seeds", "greedy"):
             getattr(self.settings, name)[:n].copy_(getattr(settings, name))
+        before = zip(rows, self._rows, self._lengths.tolist(), strict=False)
         # A row whose length is not the expected one may have been preempted, and have other pages.
-        known = same + [False] * (n - len(same))
-        self._rows, self._lengths = rows, [len(s.tokens) for s in rows]
-        self._pages += [0] * (n - len(self._pages))
-        self._send_tables(rows, known, B, force=True)
+        known = [s is t and len(s.tokens) == length for s, t, length in before]
+        self._rows, self._lengths = rows, lengths
+        self._room = torch.tensor([s.request.sampling.max_new_tokens - s.num_new for s in rows])
+        self._stops = torch.tensor(
+            sorted({t for s in rows for t in s.request.sampling.stop_token_ids}), dtype=torch.int64
+        )
+        self._pages = [*self._pages, *[0] * n][:n]
+        self._send_tables(rows, known + [False] * (n - len(known)), force=True)
 
-    def _send_tables(self, rows: list[Seq], known: list[bool], B: int, force: bool = False) -> None:
+    def _send_tables(self, rows: list[Seq], known: list[bool], force: bool = False) -> None:
         """Sends the block tables where a row has pages that the device does not know."""
         changed = force
         for i, s in enumerate(rows):
@@ -214,4 +257,5 @@ class DecodeRunner:
                 self._pages[i] = stop
                 changed = True
         if changed:
+            B = self._size[0]
             self.tables[:B].copy_(self._host_tables[:B], non_blocking=True)

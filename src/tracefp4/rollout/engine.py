@@ -165,6 +165,8 @@ class RolloutEngine:
         """
         if version <= self._version:
             raise TracefpError(f"policy version must rise: the engine holds {self._version}, the update is {version}")
+        if self.kernels is not None:
+            self.kernels.runner.drop()
         self.model.load(weights)
         self._version = version
 
@@ -237,6 +239,9 @@ class RolloutEngine:
     def _run(self, batch: list[Scheduled]) -> list[tuple[int, float]]:
         """Forwards and records the batch; (token, log-prob) of every sequence whose rows are complete."""
         if self.kernels is not None:
+            for s in batch:  # the slot of the token to come, so that the next step can be launched at once
+                seq, last = s.seq, s.seq.num_prompt + s.seq.request.sampling.max_new_tokens
+                self.blocks.reserve(seq, min(len(seq.tokens) + 1, last))
             return self.kernels.run(batch)
         step = self._prepare(batch)
         logits, captured = self.model.forward(step, self.pool)
