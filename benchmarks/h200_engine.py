@@ -3,7 +3,8 @@ its own, so that one that fails or hangs keeps nothing from the others; results 
 
     PYTHONPATH=src python benchmarks/h200_engine.py --out DIR [--seconds 400] [--commit HASH]
 
-Parts, in order: `equality` (below), the benchmark of each form, then the tests of kernels and engine on the GPU.
+Parts, in order: `equality` (below), the benchmark of each form, a sweep of how attention and experts are cut at the
+benchmark's batches, then the tests of kernels and engine on the GPU.
 Needs torch, Triton, numpy and pydantic; the tests part needs pytest and transformers too.
 
 `equality`, on a small model: the engine over the kernels against the engine in plain torch on the CPU (greedy tokens,
@@ -21,6 +22,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +209,50 @@ def equality(out: Path) -> int:
     return int(not all(f["ok"] for f in found.values()))
 
 
+def sweep(out: Path) -> int:
+    """How attention and experts are cut at the batches that fill the memory: 499 x 8K and 31 x 128K in FP4, 85 x 8K
+    and 5 x 128K in BF16. Every setting is checked first. Settings: tile, warps, stages, programs per multiprocessor;
+    output features, rows, warps, stages, inputs a step."""
+    from tracefp4.bench import attention, experts
+    from tracefp4.bench.registry import Result, Timer, run_case
+
+    device = torch.device("cuda")
+    timer, results = Timer(device, 15), list[Result]()
+    cases = []
+    for batch, context, kind, settings in (
+        (
+            499,
+            8192,
+            "fp4",
+            [(64, 1, 2, 12), (64, 1, 2, 24), (64, 1, 2, 48), (64, 1, 2, 96), (64, 1, 3, 24), (32, 1, 2, 24)],
+        ),
+        (31, 131072, "fp4", [(64, 1, 2, 12), (64, 1, 2, 24), (64, 1, 2, 48)]),
+        (85, 8192, "bf16", [(64, 4, 2, 4), (64, 4, 2, 8), (64, 4, 2, 16)]),
+        (5, 131072, "bf16", [(64, 4, 2, 4), (64, 4, 2, 8)]),
+    ):
+        shape = ([context] * batch, 32, 4, 128, 64)
+        cases += [attention._configured(f"{batch} x {context}", shape, kind, c) for c in settings]
+    size = (experts.HIDDEN, experts.WIDTH, experts.EXPERTS, experts.TOP)
+    for tokens, kind, cuts in (
+        (
+            499,
+            "W4A4",
+            [(64, 64, 4, 3), (64, 32, 2, 3), (128, 32, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3), (32, 32, 1, 3)],
+        ),
+        (31, "W4A4", [(32, 8, 1, 3), (64, 8, 1, 3), (16, 8, 1, 4), (32, 8, 1, 4)]),
+        (85, "BF16", [(64, 16, 4, 4, 128), (32, 16, 4, 4, 128), (64, 8, 4, 4, 128)]),
+        (5, "BF16", [(64, 8, 4, 4, 128), (32, 8, 4, 4, 128)]),
+    ):
+        cases += [experts._configured(tokens, kind, size, c) for c in cuts]
+    for case in cases:
+        results.append(run_case(case, device, timer))
+        torch.cuda.empty_cache()
+        last = results[-1]
+        print(f"{last.op}, {last.name}: {last.error or last.checked}; {last.median_us} us", flush=True)
+        out.write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n", encoding="utf-8")
+    return int(any(r.error is not None for r in results))
+
+
 def merged(out: Path) -> str:
     """One table of the forms that were measured by processes of their own."""
     from tracefp4.bench.rollout import Row, table
@@ -222,11 +268,13 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=400, help="for all parts together")
     parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--part", choices=["equality"], help="run this part in this process")
+    parser.add_argument("--part", choices=["equality", "sweep"], help="run this part in this process")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.part == "equality":
         return equality(args.out / "equality.json")
+    if args.part == "sweep":
+        return sweep(args.out / "sweep.json")
     begun, python = time.monotonic(), sys.executable
     bench = [python, "-m", "tracefp4.bench.rollout", "--device", "cuda", "--commit", args.commit]
     tests = ["kernels/test_decoder_ops.py", "kernels/test_sampling.py", "kernels/test_quantize_record_triton.py"]
@@ -235,6 +283,7 @@ def main() -> int:
         ("equality", 110, [python, __file__, "--part", "equality", "--out", str(args.out)]),
         ("fp4", 130, [*bench, "--forms", "fp4,fp4-recorded", "--out", str(args.out / "fp4"), "--seconds", "100"]),
         ("bf16", 90, [*bench, "--forms", "bf16", "--out", str(args.out / "bf16"), "--seconds", "70"]),
+        ("sweep", 60, [python, __file__, "--part", "sweep", "--out", str(args.out)]),
         ("tests", 90, [python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *[f"tests/{t}" for t in tests]]),
     ]
     summary: dict[str, Any] = {}
@@ -243,20 +292,22 @@ def main() -> int:
         if left < 15:
             summary[name] = "not begun: the time is over"
             continue
-        with open(args.out / f"{name}.log", "w", encoding="utf-8") as log:
-            part_begun = time.monotonic()
+        part_begun = time.monotonic()
+        with open(args.out / "log.txt", "a+", encoding="utf-8") as log:
+            print(f"== {name}", file=log, flush=True)
             try:
                 done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=min(limit, left))
                 ended = f"exit status {done.returncode}"
             except subprocess.TimeoutExpired:
                 ended = "stopped at its limit"
         summary[name] = f"{ended} after {time.monotonic() - part_begun:.0f} s"
-        tail = (args.out / f"{name}.log").read_text(encoding="utf-8").splitlines()[-25:]
+        tail = (args.out / "log.txt").read_text(encoding="utf-8").rsplit(f"== {name}\n", 1)[-1].splitlines()[-25:]
         print(f"== {name}: {summary[name]}", *tail, sep="\n", flush=True)
         (args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    text = merged(args.out)
-    (args.out / "rollout.md").write_text(text + "\n", encoding="utf-8")
-    print(text)
+        (args.out / "rollout.md").write_text(merged(args.out) + "\n", encoding="utf-8")
+    for path in args.out.glob("*/rollout.md"):  # the merged table has their rows
+        path.unlink()
+    print(merged(args.out))
     return 0
 
 

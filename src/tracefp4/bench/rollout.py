@@ -357,8 +357,12 @@ def run_row(row: Row, model: UniformModel, args: argparse.Namespace, copy_bytes_
         row.error = f"{type(error).__name__}: {error}".strip()
         traceback.print_exc(limit=-6)
     row.seconds = time.perf_counter() - begun
+    free_memory(args.device)
+
+
+def free_memory(device: str) -> None:
     gc.collect()
-    if args.device != "cpu":
+    if device != "cpu":
         torch.cuda.empty_cache()
 
 
@@ -368,6 +372,7 @@ def main(arguments: list[str] | None = None) -> int:
     shape = model_shape(args)
     begun = time.monotonic()
     copy_bytes_per_s = copy_bandwidth(args.device)
+    free_memory(args.device)
     about = environment(torch.device(args.device), args.commit)
     about["settings"] = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
     print(about, f"copy {copy_bytes_per_s / 1e12:.3f} TB/s", flush=True)
@@ -391,9 +396,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"[{row.seconds:.1f} s] {form}, {context}: {row.sequences} sequences, {said}", flush=True)
                 write(args.out, about, copy_bytes_per_s, rows)
         del model
-        gc.collect()
-        if args.device != "cpu":
-            torch.cuda.empty_cache()
+        free_memory(args.device)
     write(args.out, about, copy_bytes_per_s, rows)
     print(table(rows))
     return int(any(r.error is not None for r in rows))

@@ -83,7 +83,7 @@ class KernelExecutor:
         if not seqs:
             return []
         positions = torch.tensor([len(s.tokens) for s in seqs], device=self.device)
-        ids, logprobs = sample(logits, [s.request.sampling for s in seqs], positions)
+        ids, logprobs = sample(logits, [s.request.sampling for s in seqs], positions, self.model.backend)
         return list(zip(ids.tolist(), logprobs.tolist(), strict=True))
 
     def _prepare(self, batch: list[Scheduled], probed: bool) -> KernelStep:

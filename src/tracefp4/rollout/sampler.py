@@ -35,7 +35,9 @@ def counter_uniform(seeds: Tensor, counters: Tensor) -> Tensor:
     return _shift_right(z, 11).double() * 2.0**-53
 
 
-def sample(logits_BV: Tensor, params: Sequence[SamplingParams], positions: Tensor) -> tuple[Tensor, Tensor]:
+def sample(
+    logits_BV: Tensor, params: Sequence[SamplingParams], positions: Tensor, backend: str = "torch"
+) -> tuple[Tensor, Tensor]:
     """One token per row: (ids int64 [B], log-probs f32 [B]).
 
     positions int64 [B]: absolute position that the new token takes. The log-prob is taken under the
@@ -43,7 +45,7 @@ def sample(logits_BV: Tensor, params: Sequence[SamplingParams], positions: Tenso
     a NaN, +Inf or no finite logit: sampling on would only hide a broken forward.
     """
     settings = SamplingTensors.of(params).to(logits_BV.device)
-    ids, logprobs, finite = draw(logits_BV, settings, positions, any(p.top_p < 1 for p in params))
+    ids, logprobs, finite = draw(logits_BV, settings, positions, any(p.top_p < 1 for p in params), backend)
     if not bool(finite.all()):
         raise NOT_FINITE
     return ids, logprobs
