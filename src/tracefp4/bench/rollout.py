@@ -29,7 +29,7 @@ from tracefp4.bench.registry import environment
 from tracefp4.recipe import QuantRecipe, resolve_guided_layers
 from tracefp4.rollout.config import RolloutConfig
 from tracefp4.rollout.engine import RolloutEngine
-from tracefp4.rollout.kernel_model import KernelModel
+from tracefp4.rollout.kernel_model import KernelModel, KernelStep
 from tracefp4.rollout.model import Layer, ModelShape
 from tracefp4.rollout.paged_pool import slot_bytes
 from tracefp4.rollout.sequence import Sequence, Status
@@ -43,7 +43,8 @@ PAGE = 64
 @dataclass
 class Row:
     """One form at one context. bytes_step: fewest bytes of a step (weights of the chosen experts, context, head);
-    bound_ms: at the measured copy bandwidth; of_bound: bound over median; parts: share of the device's time."""
+    bound_ms: at the measured copy bandwidth; of_bound: bound over median; parts: share of the device's time; checked:
+    how far logits are from those of the kernels' references."""
 
     form: str
     context: int
@@ -58,6 +59,7 @@ class Row:
     tokens_per_s: float | None = None
     of_bound: float | None = None
     parts: dict[str, float] = field(default_factory=dict)
+    checked: str | None = None
     error: str | None = None
     seconds: float = 0.0
 
@@ -182,6 +184,35 @@ def start_sequences(engine: RolloutEngine, n: int, context: int, new: int) -> No
         engine._by_id[seq.request.request_id] = seq
 
 
+@torch.no_grad()
+def check(engine: RolloutEngine, model: UniformModel) -> str:
+    """Logits of two rows of the batch by the kernels, and by their torch references over the same cache.
+
+    In FP4 a code that falls to the other side of a boundary moves everything behind it, layer after layer, so the bound
+    is wide: half of the norm. Logits of other rows, or of a wrong kernel, are off by 1.4 of it.
+    """
+    assert engine.kernels is not None
+    pool, page = engine.kernels.pool, engine.config.page_size
+    seqs = list(engine.scheduler.running)[:2]
+    at = torch.tensor([len(s.tokens) - 1 for s in seqs])
+    tables = torch.tensor([s.block_table for s in seqs], dtype=torch.int32)
+    slots = tables.gather(1, (at // page)[:, None])[:, 0].long() * page + at % page
+    tokens = torch.tensor([s.tokens[-1] for s in seqs])
+    step = KernelStep(tokens.to(model.device), at.to(model.device), slots.to(model.device))
+    step = replace(step, tables=tables.to(model.device), lengths=(at + 1).int().to(model.device))
+    own, logits = model.backend, []
+    try:
+        for backend in (own, "torch"):
+            model.backend = pool.backend = backend
+            logits.append(model.run(step, pool).float())
+    finally:
+        model.backend = pool.backend = own
+    off = float(((logits[0] - logits[1]).norm(dim=-1) / logits[1].norm(dim=-1)).nan_to_num(torch.inf).max())
+    if off >= 0.5:
+        raise AssertionError(f"logits are off by {off:.2g} of their norm")
+    return f"logits off by {off:.2g} of their norm"
+
+
 def measure(
     row: Row, model: UniformModel, recipe: QuantRecipe, args: argparse.Namespace, copy_bytes_per_s: float
 ) -> None:
@@ -210,6 +241,8 @@ def measure(
     fill_cache(engine)
     row.cache_bytes = sum(t.nbytes for c in engine.kernels.pool.layers for t in c.tensors)
     start_sequences(engine, B, row.context, new)
+    row.checked = check(engine, model)
+    free_memory(args.device)
     context_bytes = B * (row.context + warm + args.steps // 2) * slot_bytes(shape, recipe, torch.bfloat16)
     row.bytes_step = weights_read(model, B) + context_bytes + 2 * B * shape.vocab
     row.bound_ms = row.bytes_step / copy_bytes_per_s * 1e3
@@ -301,8 +334,9 @@ def ratios(rows: list[Row]) -> list[dict[str, Any]]:
 def table(rows: list[Row]) -> str:
     """Markdown: rows, then ratios."""
     lines = [
-        "| form | context | batch | tokens/s | median ms | quartiles | device ms | GB a step | bound ms | of bound |",
-        "|---|---:|---:|---:|---:|---|---:|---:|---:|---:|",
+        "| form | context | batch | check | tokens/s | median ms | quartiles | device ms | GB a step | bound ms "
+        "| of bound |",
+        "|---|---:|---:|---|---:|---:|---|---:|---:|---:|---:|",
     ]
     for r in rows:
         if r.error is not None or r.median_ms is None or r.quartiles_ms is None:
@@ -312,7 +346,7 @@ def table(rows: list[Row]) -> str:
             continue
         device = "" if r.device_ms is None else f"{r.device_ms:.2f}"
         lines.append(
-            f"| {r.form} | {r.context} | {r.sequences} | {r.tokens_per_s:.0f} | {r.median_ms:.2f} "
+            f"| {r.form} | {r.context} | {r.sequences} | {r.checked} | {r.tokens_per_s:.0f} | {r.median_ms:.2f} "
             f"| {r.quartiles_ms[0]:.2f}-{r.quartiles_ms[1]:.2f} | {device} | {r.bytes_step / 1e9:.2f} "
             f"| {r.bound_ms:.2f} | {100 * (r.of_bound or 0):.0f} % |"
         )
@@ -392,8 +426,9 @@ def main(arguments: list[str] | None = None) -> int:
                     row.error = f"not begun: {args.seconds:g} seconds are over"
                     continue
                 run_row(row, model, args, copy_bytes_per_s)
-                said = row.error or f"{row.tokens_per_s:.0f} tokens/s, {row.median_ms:.2f} ms, bound {row.bound_ms:.2f}"
-                print(f"[{row.seconds:.1f} s] {form}, {context}: {row.sequences} sequences, {said}", flush=True)
+                timed = f"{row.tokens_per_s} tokens/s, {row.median_ms} ms, bound {row.bound_ms} ms"
+                what = f"{form}, {context}: {row.sequences} sequences, {row.checked}"
+                print(f"[{row.seconds:.1f} s] {what}; {row.error or timed}", flush=True)
                 write(args.out, about, copy_bytes_per_s, rows)
         del model
         free_memory(args.device)
