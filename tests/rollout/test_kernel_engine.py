@@ -253,9 +253,9 @@ def test_w4a16_and_unquantized_parts_run() -> None:
 # -- weights --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["torch", "references"])
 @pytest.mark.parametrize("method", ["bf16", "trace-all"])
-def test_an_update_keeps_every_tensor_in_place(method: str, backend: str) -> None:
+def test_an_update_keeps_every_tensor_in_place(method: str) -> None:
+    backend = "references"
     made, config = engine(method, backend), moe()
     before = [t.data_ptr() for t in made.model.weight_tensors]
     made.update_weights(tiny_weights(config, seed=1).items(), 1)

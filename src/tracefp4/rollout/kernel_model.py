@@ -10,6 +10,7 @@ scaled_dot_product_attention, sequence by sequence.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +27,7 @@ from tracefp4.kernels.quantize_record import RecordTarget, quantize_record
 from tracefp4.recipe import QuantRecipe, quantize_expert_weights
 from tracefp4.rollout.model import Experts, Layer, ModelShape, RolloutModel
 from tracefp4.rollout.paged_pool import PagedPool
-from tracefp4.rollout.weights import put
+from tracefp4.rollout.weights import Take, check_weights, put
 
 PACK_VALUES = 1 << 26
 """Weight values quantized at a time: the temporaries of more would crowd the cache out."""
@@ -89,6 +90,28 @@ class KernelModel(RolloutModel):
     ) -> None:
         super().__init__(shape, recipe, dtype, device)
         self.backend = backend
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """As ``RolloutModel.load``, without a second copy of all weights: checks everything, then writes in place."""
+        given = {name: w.detach() for name, w in weights}
+        check_weights(given, self.shape, self.dtype)
+        self.fill(lambda name: given[name].to(self.device, self.dtype))
+
+    @torch.no_grad()
+    def fill(self, take: Take) -> None:
+        """Writes all weights, layer by layer, from the second time on into the same memory: captured graphs read it.
+
+        A failure halfway, such as no memory for a temporary, leaves weights of two versions, and ``broken`` set.
+        """
+        s = self.shape
+        self.broken = True
+        self._embed = put(self._embed, take("model.embed_tokens.weight"))
+        for i in range(s.layers):
+            layer = self._layers[i] if i < len(self._layers) else None
+            self._layers[i : i + 1] = [put(layer, self._load_layer(i, take))]
+        self._norm = put(self._norm, take("model.norm.weight"))
+        self._head = self._embed if s.tied_embeddings else put(self._head, take("lm_head.weight"))
+        self.broken = False
 
     def _expert_matrices(self, w_EOI: Tensor) -> Experts:
         """BF16 as it is, or packed; a few experts at a time, since each has an encode scale of its own."""

@@ -25,7 +25,7 @@ from tracefp4.kernels.grouped_experts import ExpertMatrices, PackedExperts, Rout
 from tracefp4.kernels.paged_attention import paged_attention
 from tracefp4.recipe import QuantRecipe, quantize_expert_weights
 from tracefp4.rollout.kv_pool import KVPool
-from tracefp4.rollout.weights import Take, check_weights, put, tensors_of
+from tracefp4.rollout.weights import Take, check_weights, tensors_of
 
 
 @dataclass(frozen=True)
@@ -182,29 +182,23 @@ class RolloutModel:
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Takes all weights under their transformers names and quantizes the experts.
 
-        Nothing is written unless every tensor is there with its right shape: raises TracefpError naming the first
+        Nothing is replaced unless every tensor is there with its right shape: raises TracefpError naming the first
         that is missing, misshapen or not finite. Unknown names are refused too, so that a renamed layer cannot
         leave old weights in place. The tensors are copied: the trainer goes on changing its own.
         """
-        given = {name: w.detach() for name, w in weights}
+        given = {name: w.detach().to(self.device, self.dtype, copy=True) for name, w in weights}
         check_weights(given, self.shape, self.dtype)
-        self.fill(lambda name: given[name].to(self.device, self.dtype))
+        self.fill(given.__getitem__)
 
     @torch.no_grad()
     def fill(self, take: Take) -> None:
-        """Writes all weights, layer by layer, from the second time on into the same memory: captured graphs read it.
-
-        A failure halfway, such as no memory for a temporary, leaves weights of two versions, and ``broken`` set.
-        """
+        """Replaces all weights by those that ``take`` gives, which are kept where they need no other form."""
         s = self.shape
-        self.broken = True
-        self._embed = put(self._embed, take("model.embed_tokens.weight"))
-        for i in range(s.layers):
-            layer = self._layers[i] if i < len(self._layers) else None
-            self._layers[i : i + 1] = [put(layer, self._load_layer(i, take))]
-        self._norm = put(self._norm, take("model.norm.weight"))
-        self._head = self._embed if s.tied_embeddings else put(self._head, take("lm_head.weight"))
-        self.broken = False
+        embed = take("model.embed_tokens.weight")
+        layers = [self._load_layer(i, take) for i in range(s.layers)]
+        norm = take("model.norm.weight")
+        head = embed if s.tied_embeddings else take("lm_head.weight")
+        self._embed, self._layers, self._norm, self._head = embed, layers, norm, head
 
     @property
     def weight_tensors(self) -> list[Tensor]:
