@@ -68,6 +68,7 @@ class DecodeRunner:
         self.ahead = pinned
         self._flying = False
         self._event: torch.cuda.Event | None = None
+        self._tables_sent: torch.cuda.Event | None = None
         self._size = (0, False)
         self._rows: list[Seq] = []
         self._lengths = torch.zeros(0, dtype=torch.int64)  # of the rows' tokens, as the device has them
@@ -125,7 +126,9 @@ class DecodeRunner:
             if not nucleus:
                 self._draw(logits, B, nucleus)
         self._memory = self._memory or graph.pool()
-        self._graphs[B, nucleus], self._logits[B, nucleus] = graph, logits
+        self._graphs[B, nucleus] = graph
+        if nucleus:  # the others' logits may be the next graph's memory
+            self._logits[B, nucleus] = logits
         self.captures += 1
 
     def _reset(self) -> None:
@@ -225,6 +228,7 @@ class DecodeRunner:
         if same:
             self._send_tables(rows, [True] * n)
             return
+        self._wait_for_tables()
         state, tables = self._host_state, self._host_tables
         lengths = torch.tensor([len(s.tokens) for s in rows])
         state[0, :n] = torch.tensor([s.tokens[-1] for s in rows])
@@ -253,9 +257,17 @@ class DecodeRunner:
         for i, s in enumerate(rows):
             start, stop = self._pages[i] if known[i] else 0, len(s.block_table)
             if start != stop:
+                if not changed:
+                    self._wait_for_tables()
                 self._host_tables[i, start:stop] = torch.tensor(s.block_table[start:], dtype=torch.int32)
                 self._pages[i] = stop
                 changed = True
         if changed:
             B = self._size[0]
             self.tables[:B].copy_(self._host_tables[:B], non_blocking=True)
+            self._tables_sent = torch.cuda.current_stream().record_event() if self._pinned else None
+
+    def _wait_for_tables(self) -> None:
+        """Before the host's tables change: a step launched ahead must not be sent pages of a later batch."""
+        if self._tables_sent is not None:
+            self._tables_sent.synchronize()
