@@ -99,7 +99,8 @@ class DecodeRunner:
         """Samples, and moves every row on to its next token."""
         positions = self.positions[:B]
         ids, logprobs, finite = draw(logits, self.settings.rows(B), positions + 1, nucleus, self.model.backend)
-        torch.stack((ids.double(), logprobs.double(), finite.double()), out=self.out[:, :B])
+        for row, values in zip(self.out[:, :B], (ids, logprobs, finite), strict=True):
+            row.copy_(values)
         self.tokens[:B].copy_(ids)
         positions.add_((positions >= 0).long())
 
