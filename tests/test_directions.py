@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "tracefp4"
 
-LEAVES = {"types", "config", "config_problems", "errors", "files", "signals", "terminal"}
+LEAVES = {"types", "config", "config_problems", "device", "errors", "files", "signals", "terminal"}
 CORE = LEAVES | {"formats", "kernels", "recipe"}
 
 ALLOWED: dict[str, set[str]] = {
@@ -15,6 +15,7 @@ ALLOWED: dict[str, set[str]] = {
     "types": LEAVES,
     "config": LEAVES,
     "config_problems": LEAVES,
+    "device": LEAVES,
     "errors": LEAVES,
     "files": LEAVES,
     "signals": LEAVES,
@@ -34,13 +35,14 @@ ALLOWED: dict[str, set[str]] = {
     "report": LEAVES,
     "assets": LEAVES | {"tasks"},
     "loop": CORE | {"guidance", "nn", "rollout", "train", "methods", "tasks", "align", "report", "assets", "saves"},
-    "asynchronous": CORE | {"guidance", "loop", "report", "tasks", "train", "rollout", "saves"},
+    "asynchronous": CORE | {"guidance", "loop", "report", "tasks", "train", "rollout", "saves", "align"},
     "bench": CORE | {"guidance", "nn", "rollout"},
     "compare": LEAVES | {"report"},
     "evaluate": CORE | {"guidance", "nn", "rollout", "methods", "tasks", "align", "report", "loop", "saves"},
+    "meter": CORE | {"guidance", "nn", "rollout", "train", "methods", "tasks", "align", "report", "loop", "saves"},
     "cli": LEAVES
     | {"loop", "asynchronous", "compare", "methods", "train", "report", "formats", "guidance", "recipe", "saves"}
-    | {"guidance_cli", "evaluate"},
+    | {"guidance_cli", "evaluate", "bench", "meter"},
     "guidance_cli": LEAVES | {"guidance"},
     "__main__": {"cli"},
 }

@@ -1,4 +1,4 @@
-"""The command line: `tracefp4 train | compare | status | eval | report | warmstart | methods | plan | guidance`.
+"""The commands of `tracefp4`: train, compare, status, eval, meter, report, bench, guidance and smaller ones.
 
 A user's error is one sentence on standard error and exit code 2; an unexpected exception keeps its traceback.
 Commands import what they run on use, so that `--help` answers at once.
@@ -21,6 +21,7 @@ from tracefp4.config import ConfigError, load_config, resolved
 from tracefp4.errors import TracefpError
 from tracefp4.files import StorageError, folder_lock
 from tracefp4.guidance_cli import app as guidance_app
+from tracefp4.meter.cli import app as meter_app
 from tracefp4.terminal import print_error, say, system_refusal
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ app = typer.Typer(
 )
 
 app.add_typer(guidance_app, name="guidance")
+app.add_typer(meter_app, name="meter")
 
 _STOPPED = 3
 _INTERRUPTED = 130
@@ -300,6 +302,14 @@ def methods() -> None:
     width = max(len(method.name) for method in known)
     for method in known:
         print(f"{method.name:<{width}}  {method.description}")
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def bench(context: typer.Context) -> None:
+    """Check and time kernels, rollout or training on this machine: bench {kernels, rollout, train}."""
+    from tracefp4.bench.cli import run
+
+    raise typer.Exit(run(context.args))
 
 
 @app.command()

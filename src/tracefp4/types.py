@@ -23,6 +23,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from tracefp4.device import to_device
+
 SITES = ("expert_input", "key", "value")
 """Recorded sites: the input of the routed experts, or of a dense model's MLP (once per token and layer, before
 dispatch), K after RoPE and V, each one row per token and layer."""
@@ -173,11 +175,11 @@ class TrainBatch:
             rollout_logprobs[b, p - 1 : n - 1] = t.logprobs
         advantages = torch.tensor([t.advantage for t in trajectories], dtype=torch.float32)
         return TrainBatch(
-            input_ids.to(device),
-            attention_mask.to(device),
-            response_mask.to(device),
-            rollout_logprobs.to(device),
-            advantages.to(device),
+            to_device(input_ids, device),
+            to_device(attention_mask, device),
+            to_device(response_mask, device),
+            to_device(rollout_logprobs, device),
+            to_device(advantages, device),
             trajectories,
         )
 

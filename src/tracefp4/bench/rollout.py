@@ -147,7 +147,6 @@ def weights_read(model: UniformModel, rows: int) -> int:
     s = model.shape
     experts = [t for layer in model._layers for t in tensors_of([layer.gate_up, layer.down])]
     expert_bytes = sum(t.nbytes for t in experts)
-    assert model._embed is not None
     fixed = sum(t.nbytes for t in model.weight_tensors) - expert_bytes - model._embed.nbytes
     if model.choices is None:
         share = 1 - (1 - s.experts_per_token / s.experts) ** rows

@@ -150,9 +150,9 @@ class Evaluation:
         text: Any = [dict(m) for m in prompt.messages or ()] if chat else prompt.text
         return {"id": prompt.id, "prompt": text, "overlong": prompt.id not in self.ids, "samples": []}
 
-    def _engine(self, form: Form, device: str = "cpu") -> RolloutEngine:
+    def _engine(self, form: Form, device: str | None = None) -> RolloutEngine:
         rollout = self.parts.rollout.model_copy(update={"dtype": form.dtype})
-        return RolloutEngine(self.parts.hf_config, form.recipe, rollout, MemoryStore(), device)
+        return RolloutEngine(self.parts.hf_config, form.recipe, rollout, MemoryStore(), device or self.parts.device)
 
     def _facts(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """(all that the responses depend on, what else eval.json says of this evaluation)."""

@@ -157,7 +157,7 @@ def decode(
     Raises GuidanceError for another recipe, another shape or an unknown rule.
     """
     header = guidance.header
-    _check_request(guidance, x_train, rule, recipe_hash)
+    check_request(guidance, x_train, rule, recipe_hash)
     fmt = get_format(header.format)
     if guidance.payload.device != x_train.device:
         guidance = guidance.to(x_train.device)
@@ -184,7 +184,8 @@ def decode(
     return blocks, guidance.valid
 
 
-def _check_request(guidance: CompactGuidance, x: Tensor, rule: str, recipe_hash: str | None) -> None:
+def check_request(guidance: CompactGuidance, x: Tensor, rule: str, recipe_hash: str | None) -> None:
+    """What `decode` refuses. Raises GuidanceError."""
     header = guidance.header
     if rule not in DECODE_RULES:
         raise GuidanceError(f"unknown decoding rule {rule!r}; valid rules: {', '.join(DECODE_RULES)}")

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from tracefp4.align.watchdog import WatchConfig
 from tracefp4.config import StrictModel
+from tracefp4.device import DeviceSetting
 from tracefp4.guidance.disk import GuidanceStoreConfig
 from tracefp4.methods import QuantConfig, get_method
 from tracefp4.rollout.engine import RolloutConfig
@@ -44,7 +45,8 @@ class SamplingConfig(StrictModel):
 
 
 class LoopConfig(StrictModel):
-    """steps: RL steps. seed: of everything random. eval_prompts: held-out problems, 0 to skip; evaluated before the
+    """steps: RL steps. device: of rollout and trainer; "auto" takes a GPU where torch sees one. seed: of everything
+    random. eval_prompts: held-out problems, 0 to skip; evaluated before the
     first and after the last step, and every eval_every steps where that is not 0. probe_trajectories: responses per
     probed step whose full codes are kept for the mismatch metrics; probe_every: probe every n-th step, 0 never.
     threads: of torch, 0 leaves its choice. save_every: write the policy to checkpoint/ every n-th step as well as at
@@ -55,9 +57,12 @@ class LoopConfig(StrictModel):
 
     asynchronous: rollout and trainer run at the same time, as processes of their own. max_lag: most policy versions
     that a token may lag behind the trainer that learns from it; 0 is on-policy. on_stale: "wait" for responses that
-    would grow too old, so that none is lost, or take what is there and "drop" them."""
+    would grow too old, so that none is lost, or take what is there and "drop" them. hang_seconds: replace a process of
+    an asynchronous run that others wait for and that shows no progress for so long; start_seconds: the same until its
+    first work is done; 0 never. max_restarts: most replacements in a row without a new step."""
 
     steps: int = Field(60, ge=1)
+    device: DeviceSetting = "auto"
     seed: int = Field(0, ge=0, lt=2**30)
     eval_prompts: int = Field(0, ge=0)
     eval_every: int = Field(0, ge=0)
@@ -74,6 +79,9 @@ class LoopConfig(StrictModel):
     asynchronous: bool = False
     max_lag: int = Field(3, ge=0)
     on_stale: Literal["wait", "drop"] = "wait"
+    hang_seconds: float = Field(1200.0, ge=0)
+    start_seconds: float = Field(1800.0, ge=0)
+    max_restarts: int = Field(3, ge=0)
 
     @model_validator(mode="after")
     def _evaluations_are_there(self) -> LoopConfig:

@@ -12,7 +12,10 @@ from typing import Any
 import torch
 
 from tracefp4.assets import builtin_model_path
+from tracefp4.device import resolve_device
 from tracefp4.errors import TracefpError
+from tracefp4.guidance.plan import record_row_bytes
+from tracefp4.guidance.schema import full_bits
 from tracefp4.guidance.store import GuidanceStore
 from tracefp4.loop.config import RunConfig
 from tracefp4.methods import Method, get_method
@@ -64,10 +67,11 @@ class Parts:
     hf_config: Any
     recipe: QuantRecipe
     sizes: SaveSizes
+    device: str = "cpu"
 
     def make_engine(self, store: GuidanceStore, recipe: QuantRecipe | None = None) -> RolloutEngine:
         """An engine without weights. recipe: another numeric form than the run's."""
-        return RolloutEngine(self.hf_config, recipe or self.recipe, self.rollout, store)
+        return RolloutEngine(self.hf_config, recipe or self.recipe, self.rollout, store, self.device)
 
     def make_trainer(self, store: GuidanceStore) -> GRPOTrainer:
         """The trainer with the checkpoint's weights."""
@@ -80,7 +84,30 @@ class Parts:
             temperature=self.config.sampling.temperature,
             pad_id=self.tokenizer.pad_token_id,
             seed=derive_seed(self.config.run.seed, "minibatches"),
+            device=self.device,
         )
+
+    def guidance_bytes(self) -> int:
+        """Most bytes of records that lie between rollout and trainer at once; 0 where they stay in memory.
+
+        Every response as long as it may be. A shard goes when all of its records are used, so that twice the records
+        may be there where groups end out of order; ``guidance.keep_gb`` bounds them.
+        """
+        c, s = self.config, self.config.sampling
+        if c.guidance.url == "memory" and not c.run.asynchronous:
+            return 0
+        shape = ModelShape.from_hf(self.hf_config)
+        kv_width = shape.kv_heads * shape.head_dim
+        widths = {"expert_input": shape.hidden, "key": kv_width, "value": kv_width}
+        guided, formats = self.recipe.guided_layers, (self.recipe.activations, self.recipe.kv)
+        row = record_row_bytes(self.recipe, widths, len(guided), self.recipe.bits) if guided else 0
+        full = {full_bits(name) for name in formats if name}
+        probe = record_row_bytes(self.recipe, widths, shape.layers, full.pop()) if len(full) == 1 else 0
+        steps = 2 * (c.run.max_lag + 1) if c.run.asynchronous else 1
+        responses = steps * s.prompts_per_step * s.samples_per_prompt + c.run.eval_prompts
+        rows = self.encoder.max_prompt_tokens + s.max_new_tokens
+        need = rows * (responses * row + steps * (c.run.probe_trajectories if c.run.probe_every else 0) * probe)
+        return min(need, int(c.guidance.keep_gb * 2**30)) if c.guidance.keep_gb else need
 
     def close(self) -> None:
         """Ends what the task keeps running, such as the workers of a check."""
@@ -174,6 +201,7 @@ def preflight(config: RunConfig, task: Task | None = None, training: bool = True
     """
     if config.run.threads > (os.cpu_count() or 1):
         raise TracefpError(f"run.threads {config.run.threads} exceeds this machine's {os.cpu_count()} cores")
+    device = resolve_device(config.run.device)
     rollout, train = config.rollout, config.train
     path = model_path(config.model.path)
     method = get_method(config.method.name)
@@ -190,7 +218,7 @@ def preflight(config: RunConfig, task: Task | None = None, training: bool = True
     encoder = make_encoder(tokenizer, config)
     check_weights(path, hf_config)
     sizes = SaveSizes.of(count_weights(path), getattr(torch, train.dtype).itemsize)
-    parts = Parts(config, path, method, rollout, train, tokenizer, encoder, task, hf_config, recipe, sizes)
+    parts = Parts(config, path, method, rollout, train, tokenizer, encoder, task, hf_config, recipe, sizes, device)
     if training:
         _check_prompts(parts)
     return parts

@@ -104,13 +104,14 @@ class KernelModel(RolloutModel):
         A failure halfway, such as no memory for a temporary, leaves weights of two versions, and ``broken`` set.
         """
         s = self.shape
+        old = (self._embed, self._norm, self._head) if self._layers else (None, None, None)
         self.broken = True
-        self._embed = put(self._embed, take("model.embed_tokens.weight"))
+        self._embed = put(old[0], take("model.embed_tokens.weight"))
         for i in range(s.layers):
             layer = self._layers[i] if i < len(self._layers) else None
             self._layers[i : i + 1] = [put(layer, self._load_layer(i, take))]
-        self._norm = put(self._norm, take("model.norm.weight"))
-        self._head = self._embed if s.tied_embeddings else put(self._head, take("lm_head.weight"))
+        self._norm = put(old[1], take("model.norm.weight"))
+        self._head = self._embed if s.tied_embeddings else put(old[2], take("lm_head.weight"))
         self.broken = False
 
     def _expert_matrices(self, w_EOI: Tensor) -> Experts:
@@ -138,9 +139,6 @@ class KernelModel(RolloutModel):
     def run(self, step: KernelStep, pool: PagedPool) -> Tensor:
         """Logits [n, V] of the wanted rows. Writes the step's K and V, and its record."""
         s = self.shape
-        assert self._embed is not None
-        assert self._norm is not None
-        assert self._head is not None
         experts: list[Tensor] = []
         eps, backend = s.norm_eps, self.backend
         residual, h = add_norm(self._embed[step.tokens], None, self._layers[0].input_norm, eps, backend=backend)

@@ -174,9 +174,7 @@ class RolloutModel:
         angles = torch.arange(shape.max_positions, dtype=torch.float32)[:, None] * (1.0 / shape.rope_theta**half)
         self._cos, self._sin = angles.cos().to(device), angles.sin().to(device)
         self._layers: list[Layer] = []
-        self._embed: Tensor | None = None
-        self._norm: Tensor | None = None
-        self._head: Tensor | None = None
+        self._embed = self._norm = self._head = torch.empty(0)
         self.broken = False
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -241,9 +239,6 @@ class RolloutModel:
     def forward(self, step: StepInput, pool: KVPool) -> tuple[Tensor, Captured]:
         """Logits [n, V] of ``step.last_rows``, and what the recorder takes. Writes the step's K and V to the pool."""
         s = self.shape
-        assert self._embed is not None
-        assert self._norm is not None
-        assert self._head is not None
         captured = Captured({}, None)
         experts: list[Tensor] = []
         residual = self._embed[step.tokens]

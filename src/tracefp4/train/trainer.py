@@ -38,6 +38,8 @@ class TrainConfig(StrictModel):
     log-probs. max_version_diff: guidance recorded under older versions falls back to nearest rounding. decode: slots
     follow from the record and the trainer's values; "forward" finds them anew in every forward, "once" keeps those of
     the old-log-prob forward for all updates of the rollout, at 4.5 bits per guided value of memory.
+    keep_quantized_weights: fake-quantized weights stay in memory from one optimizer step to the next, as large as the
+    quantized weights themselves; false quantizes them in every forward, to the same values.
     """
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -57,6 +59,7 @@ class TrainConfig(StrictModel):
     max_version_diff: int = Field(3, ge=0, lt=2**30)
     decode: Literal["forward", "once"] = "forward"
     gradient_checkpointing: bool = False
+    keep_quantized_weights: bool = True
     advantage_eps: float = Field(1e-6, gt=0)
 
 
@@ -95,7 +98,7 @@ class GRPOTrainer:
         self.model = model
         self.recipe, self.config, self.device = recipe, config, device
         self.temperature, self.pad_id = temperature, pad_id
-        self.context = prepare_model(self.model, recipe, forward)
+        self.context = prepare_model(self.model, recipe, forward, keep_weights=config.keep_quantized_weights)
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.optimizer = MasterOptimizer(
@@ -212,8 +215,9 @@ class GRPOTrainer:
 
     def _optimizer_step(self, mini: list[_Micro]) -> dict[str, float]:
         c = self.config
-        tokens = sum(int(m.batch.response_mask.sum()) for m in mini)
+        tokens = sum(t.num_sampled for m in mini for t in m.batch.trajectories)
         stats: dict[str, float] = defaultdict(float)
+        sums: list[Tensor] = []
         for m in mini:
             # Backward inside: under gradient checkpointing it repeats the forward and needs the same rows.
             with self.context.armed(m.guidance) as kwargs:
@@ -222,10 +226,12 @@ class GRPOTrainer:
                 (terms.loss / tokens).backward()
             self.optimizer.accumulate()
             mask = m.batch.response_mask
-            stats["train/loss"] += float(terms.loss.detach()) / tokens
-            stats["train/entropy"] += float(entropy[mask].sum()) / tokens
-            stats["train/clip_frac"] += float(terms.clipped.sum()) / tokens
-            stats["train/ratio_mean"] += float(terms.ratio[mask].sum()) / tokens
+            parts = (terms.loss.detach(), entropy[mask].sum(), terms.clipped.sum(), terms.ratio[mask].sum())
+            sums.append(torch.stack([part.float() for part in parts]))
+        # Read once: each number asked for on the way would have the host wait for the device.
+        for row in torch.stack(sums).tolist():
+            for name, value in zip(("loss", "entropy", "clip_frac", "ratio_mean"), row, strict=True):
+                stats[f"train/{name}"] += value / tokens
         rise = min(1.0, (self._optimizer_steps + 1) / c.warmup_steps) if c.warmup_steps else 1.0
         stats["train/grad_norm"] = self.optimizer.step(c.lr * rise)
         self._optimizer_steps += 1
@@ -254,9 +260,10 @@ class GRPOTrainer:
 
     def _logprobs(self, batch: TrainBatch, kwargs: dict[str, int]) -> tuple[Tensor, Tensor]:
         """(log-probs of the next tokens, entropy in nats without gradient), f32 [B, T - 1] each."""
-        logits = self.model(
-            input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, **kwargs
-        ).logits[:, :-1]
+        # Padding is on the right, where causal attention never looks: without a mask a GPU runs its fast kernels, and
+        # the rows of padding hold numbers that nobody reads.
+        mask = None if batch.input_ids.is_cuda else batch.attention_mask
+        logits = self.model(input_ids=batch.input_ids, attention_mask=mask, use_cache=False, **kwargs).logits[:, :-1]
         logp = torch.log_softmax(logits.float() / self.temperature, dim=-1)
         with torch.no_grad():
             entropy = -(logp.exp() * logp).sum(-1)

@@ -26,6 +26,7 @@ from pydantic import Field, model_validator
 from transformers import PreTrainedTokenizerBase, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tracefp4.config import StrictModel, load_config
+from tracefp4.device import DeviceSetting, resolve_device
 from tracefp4.errors import TracefpError
 from tracefp4.files import replaced_dir
 from tracefp4.tasks import Prompt, SolvedTask, Task, build_tokenizer, make_task
@@ -103,10 +104,11 @@ class StopConfig(StrictModel):
 
 
 class WarmstartConfig(StrictModel):
-    """All that determines the checkpoint, up to the order of floating-point sums (threads, machine)."""
+    """All that determines the checkpoint, up to the order of floating-point sums (threads, device, machine)."""
 
     seed: int = Field(default=0, ge=0, lt=2**31)
     threads: int = Field(default=1, ge=1)
+    device: DeviceSetting = "cpu"
     task: RunningSumsConfig = RunningSumsConfig()
     model: ModelConfig = ModelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -209,12 +211,13 @@ def sample_responses(
 
     The plain transformers forward, for evaluating the warm start only: rollouts have their own engine.
     """
-    generator = torch.Generator().manual_seed(seed)
-    batch = tokenizer([prompt.text for prompt in prompts], padding=True, return_tensors="pt")
+    device = model.device
+    generator = torch.Generator(device).manual_seed(seed)
+    batch = tokenizer([prompt.text for prompt in prompts], padding=True, return_tensors="pt").to(device)
     ids, mask = batch["input_ids"], batch["attention_mask"]
     # Left padding shifts the rows: positions count real tokens, as in training.
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    done = torch.zeros(len(prompts), dtype=torch.bool)
+    done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     written: list[torch.Tensor] = []
     cache = None
     for _ in range(max_new_tokens):
@@ -337,6 +340,7 @@ def _update(
 ) -> float:
     """One optimizer step; returns the mean cross-entropy of the response tokens, in nats."""
     model.train()
+    batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
     out = model(batch["input_ids"], attention_mask=batch["attention_mask"], output_router_logits=True)
     loss = torch.nn.functional.cross_entropy(
         out.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=IGNORED_LABEL
@@ -377,10 +381,13 @@ def run_warmstart(config: WarmstartConfig, out_dir: Path, require_band: bool = T
     if config.threads > (os.cpu_count() or 1):
         raise WarmstartError(f"threads {config.threads} exceeds this machine's {os.cpu_count()} cores")
     task = make_task(config.task)
+    device = resolve_device(config.device, "device")
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     tokenizer = build_tokenizer()
     model = build_model(config, tokenizer)
+    module: torch.nn.Module = model
+    module.to(device)
     outcome = train(model, tokenizer, task, config)
     if require_band and not outcome.reached_band:
         raise WarmstartError(
