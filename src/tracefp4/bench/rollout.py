@@ -425,7 +425,8 @@ def main(arguments: list[str] | None = None) -> int:
                     row.error = f"not begun: {args.seconds:g} seconds are over"
                     continue
                 run_row(row, model, args, copy_bytes_per_s)
-                timed = f"{row.tokens_per_s} tokens/s, {row.median_ms} ms, bound {row.bound_ms} ms"
+                ms = f"{row.median_ms or 0:.2f} ms, bound {row.bound_ms or 0:.2f} ms"
+                timed = f"{row.tokens_per_s or 0:.0f} tokens/s, {ms}"
                 what = f"{form}, {context}: {row.sequences} sequences, {row.checked}"
                 print(f"[{row.seconds:.1f} s] {what}; {row.error or timed}", flush=True)
                 write(args.out, about, copy_bytes_per_s, rows)
