@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tracefp4.errors import TracefpError
 from tracefp4.formats import QuantizedBlocks, get_format
 from tracefp4.guidance import CompactGuidance, decode
 from tracefp4.kernels.grouped_experts import ExpertMatrices
@@ -22,6 +23,7 @@ from tracefp4.nn import GuidanceContext, SiteObserver, fake_quantize
 from tracefp4.nn.observe import slot_index
 from tracefp4.recipe import QuantRecipe
 from tracefp4.rollout.engine import RolloutEngine
+from tracefp4.rollout.model import Experts
 
 SITES = ("weights", "codes", "scales", "down_input", "kv", "router", "prompt_rows")
 METHOD, ALIGNED, RAW = "method", "aligned", "raw"
@@ -265,7 +267,9 @@ def _dense(prefix: str, gate_up: Tensor, down: Tensor) -> dict[str, Tensor]:
     return {f"{prefix}.mlp.{n}.weight": w for n, w in zip(names, (gate, up, down), strict=True)}
 
 
-def _matrices(weights: ExpertMatrices) -> Tensor:
+def _matrices(weights: Experts) -> Tensor:
     """Values, [E, O, I]: the operand times 1/S, as the epilogue applies it."""
+    if not isinstance(weights, ExpertMatrices):
+        raise TracefpError('the meter reads the weights of the engine in plain torch: set rollout.backend="torch"')
     operand, epilogue = weights.operand_EOI, weights.epilogue_E
     return operand if epilogue is None else operand * epilogue[:, None, None]

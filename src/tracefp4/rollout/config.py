@@ -1,0 +1,76 @@
+"""Settings of the engine, and which code runs it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+
+from tracefp4.config import StrictModel
+from tracefp4.errors import TracefpError
+from tracefp4.kernels.grouped_experts.packed import TILE
+from tracefp4.kernels.quantize_record import TRITON_FORMATS
+from tracefp4.recipe import QuantRecipe
+from tracefp4.rollout.model import ModelShape
+
+
+class RolloutConfig(StrictModel):
+    """Sizes of the engine.
+
+    dtype: compute dtype of everything that is not FP4. max_num_seqs: sequences decoded together.
+    max_tokens_per_step: prefill rows per step; longer prompts are chunked. page_size: slots of a cache page; 0: 16
+    with the backend "torch", 64 with the others. num_pages: cache pages; 0 sizes the cache so that max_num_seqs
+    sequences of max_model_len fit. max_model_len: prompt plus response tokens of one sequence.
+
+    backend: "torch", plain operations; "triton", this package's kernels; "native", FP4 matrix units for the experts'
+    products and Triton for the rest; "auto": triton on a CUDA device, torch elsewhere. cuda_graphs: a decode step is
+    captured once per batch size and replayed (CUDA only). memory_gb: gigabytes (10^9 bytes) for weights, cache,
+    recording and workspace together; what is left after the others becomes cache pages. 0: num_pages decides.
+    """
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    max_num_seqs: int = Field(128, ge=1)
+    max_tokens_per_step: int = Field(4096, ge=1)
+    page_size: int = Field(0, ge=0)
+    num_pages: int = Field(0, ge=0)
+    max_model_len: int = Field(256, ge=2)
+    backend: Literal["auto", "torch", "triton", "native"] = "auto"
+    cuda_graphs: bool = True
+    memory_gb: float = Field(0.0, ge=0)
+
+
+def resolve(config: RolloutConfig, device: str) -> RolloutConfig:
+    """The same settings with "auto" and page_size 0 replaced by what they mean on a device.
+
+    Raises TracefpError for settings that exclude one another.
+    """
+    backend = config.backend
+    if backend == "auto":
+        backend = "triton" if torch.device(device).type == "cuda" else "torch"
+    if config.memory_gb and config.num_pages:
+        raise TracefpError("rollout.memory_gb and rollout.num_pages both size the cache: set one of them to 0")
+    page_size = config.page_size or (16 if backend == "torch" else 64)
+    if backend != "torch" and page_size % 16:
+        raise TracefpError(f'rollout.page_size {page_size} is no multiple of 16, which backend "{backend}" needs')
+    graphs = config.cuda_graphs and backend == "triton"  # native products ask the host for the rows of each expert
+    return config.model_copy(update={"backend": backend, "page_size": page_size, "cuda_graphs": graphs})
+
+
+def check_kernels(shape: ModelShape, recipe: QuantRecipe, config: RolloutConfig) -> None:
+    """Raises TracefpError, naming the setting, for a model or recipe that the kernels do not take."""
+    r, why = recipe, ""
+    if config.dtype != "bfloat16":
+        why = f'rollout.dtype "{config.dtype}", the kernels compute in bfloat16'
+    elif shape.head_dim not in (64, 128, 256):
+        why = f"the checkpoint's head_dim {shape.head_dim}, the kernels take 64, 128 or 256"
+    elif r.activations is not None and r.weights is None:
+        why = f'quant.activations "{r.activations}" with quant.weights "none"'
+    elif unknown := [n for n in (r.weights, r.activations, r.kv) if n not in (None, *TRITON_FORMATS)]:
+        why = f'format "{unknown[0]}", the kernels know {" and ".join(TRITON_FORMATS)}'
+    elif r.weights is not None:
+        for field, width in (("hidden_size", shape.hidden), (shape.expert_width_field, shape.expert_width)):
+            if width % TILE:
+                why = f"the checkpoint's {field} {width}, the kernels take multiples of {TILE} in FP4"
+    if why:
+        raise TracefpError(f'rollout.backend "{config.backend}" does not run {why}: set rollout.backend="torch"')
