@@ -10,7 +10,7 @@ import torch
 from kernel_case import dense, engine, moe, requests
 from tiny import tiny_recipe
 from tracefp4.errors import TracefpError
-from tracefp4.recipe import QuantRecipe
+from tracefp4.recipe import Compensation, QuantRecipe
 from tracefp4.rollout.config import RolloutConfig, resolve
 from tracefp4.rollout.memory import plan, weight_bytes
 from tracefp4.rollout.model import ModelShape
@@ -26,7 +26,7 @@ REAL = ModelShape(
 def real_plan(form: str, **settings: Any) -> Any:
     recipe = QuantRecipe(48) if form == "bf16" else QuantRecipe(48, "nvfp4", "nvfp4", "nvfp4", guided_layers=(46, 47))
     config = RolloutConfig(backend="triton", max_model_len=8192, max_num_seqs=512, memory_gb=130, **settings)
-    return plan(REAL, recipe, resolve(config, "cpu"))
+    return plan(REAL, recipe, resolve(config, "cpu", REAL, recipe))
 
 
 @pytest.mark.parametrize("method", ["bf16", "naive", "w4a16", "a4"])
@@ -71,14 +71,12 @@ def test_no_more_pages_than_can_be_used() -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "references"])
 def test_an_engine_stays_within_its_budget(backend: str) -> None:
-    fixed = plan(
-        ModelShape.from_hf(moe()),
-        tiny_recipe("trace-all", 2),
-        resolve(
-            RolloutConfig(max_num_seqs=4, max_model_len=48, page_size=16, max_tokens_per_step=16,
-                          backend="torch" if backend == "torch" else "triton"), "cpu",
-        ),
+    config = RolloutConfig(
+        max_num_seqs=4, max_model_len=48, page_size=16, max_tokens_per_step=16,
+        backend="torch" if backend == "torch" else "triton",
     )  # fmt: skip
+    shape, recipe = ModelShape.from_hf(moe()), tiny_recipe("trace-all", 2)
+    fixed = plan(shape, recipe, resolve(config, "cpu", shape, recipe))
     budget = (fixed.fixed + 5.5 * 16 * fixed.slot) / 1e9
     made = engine("trace-all", backend, max_tokens_per_step=16, memory_gb=budget)
     assert made.blocks.num_pages == (5 if backend == "torch" else 4)
@@ -106,10 +104,29 @@ def test_a_budget_that_holds_no_sequence_is_refused_with_the_sum(backend: str) -
 
 def test_auto_follows_the_device() -> None:
     for device, backend, page in (("cpu", "torch", 16), ("meta", "torch", 16), ("cuda", "triton", 64)):
-        found = resolve(RolloutConfig(), device)
+        found = resolve(RolloutConfig(), device, REAL, QuantRecipe(48))
         assert (found.backend, found.page_size) == (backend, page)
-    assert resolve(RolloutConfig(backend="torch", page_size=7), "cuda").page_size == 7
-    assert not resolve(RolloutConfig(backend="native"), "cuda").cuda_graphs
+    own = resolve(RolloutConfig(backend="torch", page_size=7), "cuda", REAL, QuantRecipe(48))
+    assert own.page_size == 7
+    assert not resolve(RolloutConfig(backend="native"), "cuda", REAL, QuantRecipe(48)).cuda_graphs
+
+
+@pytest.mark.parametrize(
+    ("recipe", "config", "named"),
+    [
+        (QuantRecipe(48), RolloutConfig(dtype="float32"), 'rollout.dtype "float32"'),
+        (QuantRecipe(48, "mxfp4-even", "mxfp4-even"), RolloutConfig(), 'format "mxfp4-even"'),
+        (QuantRecipe(48, "nvfp4", "nvfp4", compensation=Compensation("quads")), RolloutConfig(), "quads"),
+        (QuantRecipe(48, "nvfp4", "nvfp4", guided_layers=(1,), bits=0.5), RolloutConfig(), "scales alone"),
+    ],
+)
+def test_auto_takes_torch_where_the_kernels_do_not_apply(
+    recipe: QuantRecipe, config: RolloutConfig, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert resolve(config, "cuda", REAL, recipe).backend == "torch"
+    assert named in capsys.readouterr().err
+    with pytest.raises(TracefpError, match="does not run .*" + named):
+        resolve(config.model_copy(update={"backend": "triton"}), "cuda", REAL, recipe)
 
 
 @pytest.mark.parametrize(

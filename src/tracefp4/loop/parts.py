@@ -72,7 +72,10 @@ class Parts:
 
     def make_engine(self, store: GuidanceStore, recipe: QuantRecipe | None = None) -> RolloutEngine:
         """An engine without weights. recipe: another numeric form than the run's."""
-        return RolloutEngine(self.hf_config, recipe or self.recipe, self.rollout, store, self.device)
+        rollout = self.rollout
+        if rollout.backend == "auto" and make_loss(self.method.loss, self.train).top_logprobs:
+            rollout = rollout.model_copy(update={"backend": "torch"})  # the kernels' sampler keeps no likeliest tokens
+        return RolloutEngine(self.hf_config, recipe or self.recipe, rollout, store, self.device)
 
     def make_trainer(self, store: GuidanceStore) -> GRPOTrainer:
         """The trainer with the checkpoint's weights."""

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from tracefp4.config import StrictModel
 from tracefp4.errors import TracefpError
+from tracefp4.files import warn
 from tracefp4.kernels.grouped_experts.packed import TILE
 from tracefp4.kernels.quantize_record import TRITON_FORMATS
 from tracefp4.recipe import QuantRecipe
@@ -24,9 +25,10 @@ class RolloutConfig(StrictModel):
     sequences of max_model_len fit. max_model_len: prompt plus response tokens of one sequence.
 
     backend: "torch", plain operations; "triton", this package's kernels; "native", FP4 matrix units for the experts'
-    products and Triton for the rest; "auto": triton on a CUDA device, torch elsewhere. cuda_graphs: a decode step is
-    captured once per batch size and replayed (CUDA only). memory_gb: gigabytes (10^9 bytes) for weights, cache,
-    recording and workspace together; what is left after the others becomes cache pages. 0: num_pages decides.
+    products and Triton for the rest; "auto": triton on a CUDA device where the kernels take model and recipe, else
+    torch. cuda_graphs: a decode step is captured once per batch size and replayed (CUDA only). memory_gb: gigabytes
+    (10^9 bytes) for weights, cache, recording and workspace together; what is left after the others becomes cache
+    pages. 0: num_pages decides.
     """
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -40,14 +42,19 @@ class RolloutConfig(StrictModel):
     memory_gb: float = Field(0.0, ge=0)
 
 
-def resolve(config: RolloutConfig, device: str) -> RolloutConfig:
-    """The same settings with "auto" and page_size 0 replaced by what they mean on a device.
+def resolve(config: RolloutConfig, device: str, shape: ModelShape, recipe: QuantRecipe) -> RolloutConfig:
+    """The same settings with "auto" and page_size 0 replaced by what they mean on a device for a model and recipe.
 
-    Raises TracefpError for settings that exclude one another.
+    Raises TracefpError for settings that exclude one another, and for a backend that does not run the model or recipe.
     """
     backend = config.backend
+    obstacle = "" if backend == "torch" else _obstacle(shape, recipe, config)
     if backend == "auto":
-        backend = "triton" if torch.device(device).type == "cuda" else "torch"
+        backend = "triton" if torch.device(device).type == "cuda" and not obstacle else "torch"
+        if obstacle and torch.device(device).type == "cuda":
+            warn(f"the rollout runs in plain torch, since the kernels do not take {obstacle}")
+    elif obstacle:
+        raise TracefpError(f'rollout.backend "{backend}" does not run {obstacle}: set rollout.backend="torch"')
     if config.memory_gb and config.num_pages:
         raise TracefpError("rollout.memory_gb and rollout.num_pages both size the cache: set one of them to 0")
     page_size = config.page_size or (16 if backend == "torch" else 64)
@@ -57,20 +64,23 @@ def resolve(config: RolloutConfig, device: str) -> RolloutConfig:
     return config.model_copy(update={"backend": backend, "page_size": page_size, "cuda_graphs": graphs})
 
 
-def check_kernels(shape: ModelShape, recipe: QuantRecipe, config: RolloutConfig) -> None:
-    """Raises TracefpError, naming the setting, for a model or recipe that the kernels do not take."""
+def _obstacle(shape: ModelShape, recipe: QuantRecipe, config: RolloutConfig) -> str:
+    """What of a model or recipe the kernels do not take, naming the setting; "" where they take all of it."""
     r, why = recipe, ""
-    if config.dtype != "bfloat16":
+    if recipe.compensation is not None:
+        why = "residual compensation (method quads or resq)"
+    elif config.dtype != "bfloat16":
         why = f'rollout.dtype "{config.dtype}", the kernels compute in bfloat16'
     elif shape.head_dim not in (64, 128, 256):
         why = f"the checkpoint's head_dim {shape.head_dim}, the kernels take 64, 128 or 256"
     elif r.activations is not None and r.weights is None:
         why = f'quant.activations "{r.activations}" with quant.weights "none"'
+    elif r.guided_layers and r.bits < 1:
+        why = f"records of scales alone (method.bits {r.bits:g})"
     elif unknown := [n for n in (r.weights, r.activations, r.kv) if n not in (None, *TRITON_FORMATS)]:
         why = f'format "{unknown[0]}", the kernels know {" and ".join(TRITON_FORMATS)}'
     elif r.weights is not None:
         for field, width in (("hidden_size", shape.hidden), (shape.expert_width_field, shape.expert_width)):
             if width % TILE:
                 why = f"the checkpoint's {field} {width}, the kernels take multiples of {TILE} in FP4"
-    if why:
-        raise TracefpError(f'rollout.backend "{config.backend}" does not run {why}: set rollout.backend="torch"')
+    return why

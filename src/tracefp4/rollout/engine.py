@@ -20,13 +20,10 @@ from tracefp4.guidance.store import GuidanceStore, MemoryStore
 from tracefp4.guidance.stream import GatheredRows
 from tracefp4.recipe import QuantRecipe
 from tracefp4.rollout.block_manager import BlockManager
-<<<<<<< HEAD
+from tracefp4.rollout.config import RolloutConfig, resolve
 from tracefp4.rollout.head import keep_heads, take_head
-=======
-from tracefp4.rollout.config import RolloutConfig, check_kernels, resolve
 from tracefp4.rollout.kernel_executor import KernelExecutor
 from tracefp4.rollout.kernel_model import KernelModel
->>>>>>> h-engine
 from tracefp4.rollout.kv_pool import make_kv_pool
 from tracefp4.rollout.memory import plan
 from tracefp4.rollout.model import Captured, ModelShape, RolloutModel, StepInput
@@ -54,11 +51,11 @@ class RolloutEngine:
         device: str = "cpu",
         kernel_model: KernelModel | None = None,
     ) -> None:
-        self.config = resolve(config or RolloutConfig(), device)
+        self.shape = hf_config if isinstance(hf_config, ModelShape) else ModelShape.from_hf(hf_config)
+        self.config = resolve(config or RolloutConfig(), device, self.shape, recipe)
         self.recipe = recipe
         self.store: GuidanceStore = MemoryStore() if store is None else store
         self.device = device
-        self.shape = hf_config if isinstance(hf_config, ModelShape) else ModelShape.from_hf(hf_config)
         if recipe.num_layers != self.shape.layers:
             raise TracefpError(f"the recipe is for {recipe.num_layers} layers, the checkpoint has {self.shape.layers}")
         if self.config.max_model_len > self.shape.max_positions:
@@ -71,8 +68,6 @@ class RolloutEngine:
         dtype = getattr(torch, c.dtype)
         per_seq = -(-c.max_model_len // c.page_size)
         self._check_widths()
-        if c.backend != "torch":
-            check_kernels(self.shape, recipe, c)
         num_pages = plan(self.shape, recipe, c).pages if c.memory_gb else c.num_pages or c.max_num_seqs * per_seq
         slots = num_pages * c.page_size
         self._check_memory(slots)
@@ -202,6 +197,11 @@ class RolloutEngine:
                 f"request {request.request_id} needs {self.blocks.pages_for(total)} cache pages of {c.page_size}, "
                 f"the engine has {self.blocks.num_pages}; raise rollout.num_pages"
             )
+        if request.sampling.top_logprobs and self.kernels is not None:
+            raise TracefpError(
+                f"request {request.request_id} asks for the rollout's likeliest tokens, which rollout.backend "
+                f'"{c.backend}" does not keep: set rollout.backend="torch"'
+            )
         if request.probe and self.kernels is not None:
             self.kernels.expect_probes()
         elif request.probe and self.probe is None:
@@ -254,6 +254,7 @@ class RolloutEngine:
             return []
         positions = torch.tensor([len(s.tokens) for s in seqs], device=logits.device)
         ids, logprobs = sample(logits, [s.request.sampling for s in seqs], positions)
+        keep_heads(seqs, logits)
         return list(zip(ids.tolist(), logprobs.tolist(), strict=True))
 
     def generate(
@@ -335,15 +336,6 @@ class RolloutEngine:
     def _sample(self, batch: list[Scheduled], drawn: list[tuple[int, float]], on_turn: OnTurn | None) -> None:
         """Hands every sequence its token, and ends those whose response is over."""
         seqs = [s.seq for s in batch if s.samples]
-<<<<<<< HEAD
-        drawn: list[tuple[int, float]] = []
-        if seqs:
-            positions = torch.tensor([len(s.tokens) for s in seqs], device=logits.device)
-            ids, logprobs = sample(logits, [s.request.sampling for s in seqs], positions)
-            drawn = list(zip(ids.tolist(), logprobs.tolist(), strict=True))
-            keep_heads(seqs, logits)
-=======
->>>>>>> h-engine
         # Settled only now: where sampling raises, the same rows simply run again.
         for s in batch:
             s.seq.num_computed = s.stop
@@ -428,16 +420,9 @@ class RolloutEngine:
             routed_experts=experts,
             finish_reason=seq.finish_reason or "abort",
             sampled=None if all(seq.sampled) else torch.tensor(seq.sampled),
-<<<<<<< HEAD
-            guidance=self._store(seq, self.recorder, slots, row_versions, seq.request.request_id),
-            probe=self._store(seq, self.probe, slots, row_versions, f"{seq.request.request_id}/probe")
-            if seq.request.probe
-            else None,
-            head=take_head(seq),
-=======
             guidance=guidance,
             probe=probe,
->>>>>>> h-engine
+            head=take_head(seq),
         )
         del self._by_id[seq.request.request_id]
         self._ended.append(trajectory)

@@ -166,31 +166,10 @@ class Layer:
     dense_down: Tensor | None = None
 
 
-<<<<<<< HEAD
 PARTS = ("gate_up", "down")
 """Quantized projections of a layer."""
 
 
-class _Take(Protocol):
-    def __call__(self, name: str, *size: int) -> Tensor: ...
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x * rsqrt(mean(x^2) + eps) * weight in FP32, rounded once to x's dtype."""
-    y = x.float()
-    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
-    return (y * weight.float()).to(x.dtype)
-
-
-def rotate(x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor) -> Tensor:
-    """Rotary embedding (half-split layout) with FP32 tables [N, D/2]."""
-    x1, x2 = x_NHD.float().chunk(2, dim=-1)
-    cos, sin = cos_ND[:, None], sin_ND[:, None]
-    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(x_NHD.dtype)
-
-
-=======
->>>>>>> h-engine
 class RolloutModel:
     """Weights in the form the engine reads, and one forward step over them."""
 
@@ -199,14 +178,10 @@ class RolloutModel:
         half = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
         angles = torch.arange(shape.max_positions, dtype=torch.float32)[:, None] * (1.0 / shape.rope_theta**half)
         self._cos, self._sin = angles.cos().to(device), angles.sin().to(device)
-<<<<<<< HEAD
-        self._layers: list[_Layer] = []
-        self.compensation = ResidualCompensation.of(recipe)
-=======
         self._layers: list[Layer] = []
         self._embed = self._norm = self._head = torch.empty(0)
         self.broken = False
->>>>>>> h-engine
+        self.compensation = ResidualCompensation.of(recipe)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Takes all weights under their transformers names and quantizes the experts.
