@@ -61,7 +61,7 @@ class Endpoint:
         self._key = form.key()
         self.retried = 0
         self._failed_in_row = 0
-        self._last_reason = ""
+        self._succeeded = False
         self._unsupported: set[str] = set()
         self._sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
@@ -107,10 +107,11 @@ class Endpoint:
     def _watch(self, found: dict[str, Any] | Failure) -> None:
         """Ends a run in which nothing succeeds any more."""
         if not isinstance(found, Failure):
-            self._failed_in_row = 0
+            self._failed_in_row, self._succeeded = 0, True
             return
+        if found.final and self._succeeded:
+            return  # the inquiry's fault, not the server's
         self._failed_in_row += 1
-        self._last_reason = found.reason
         if self._failed_in_row >= HOPELESS:
             raise TracefpError(
                 f"{self.form.text}: {HOPELESS} requests in a row have failed, the last: {found.reason}; when the server "
