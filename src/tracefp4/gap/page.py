@@ -228,7 +228,7 @@ def _distance(found: dict[str, Any]) -> list[str]:
     how = "each form was given the other's answers" if found["how"] == FORCED else f"over {found['how']}"
     return [
         f"Token by token ({how}; {found['tokens']:,} tokens of {found['answers']:,} answers), the log-probability "
-        f"differs by {number(found['mean_abs'])} on average and {number(found['p99_abs'])} at the largest 1\u00a0%; for "
+        f"differs by {number(found['mean_abs'])} on average and {number(found['p99_abs'])} at the top 1\u00a0%; for "
         f"{_percent(found['share_beyond_factor_2'])} of tokens the probability differs by more than a factor of 2."
     ]
 
