@@ -25,6 +25,7 @@ from tracefp4.tasks.rows import READERS
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 FIELDS = ("id", "prompt", "messages", "system", "answer", "check", "category")
 SHOWN = 5
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8-sig"),
     (codecs.BOM_UTF32_LE, "utf-32"),
@@ -278,7 +279,7 @@ def _checks(raw: Any, reader: _Reader) -> tuple[CheckSpec, ...]:
         if not reader.options.check:
             raise TracefpError("no check: give the row one, or all rows by --check")
         return reader.options.check
-    key = json.dumps(raw, sort_keys=True, default=str)
+    key = raw if isinstance(raw, str) else json.dumps(raw, sort_keys=True, default=str)
     if key not in reader.parsed:
         specs = parse_checks(raw)
         for spec in specs:
@@ -366,7 +367,7 @@ def _clean(name: str, value: Any) -> str:
         raise TracefpError(f"{name} must be text")
     if not value.strip():
         raise TracefpError(f"{name} is empty")
-    if re.search("[\ud800-\udfff]", value):
+    if _SURROGATE.search(value):
         raise TracefpError(f"{name} holds half of a surrogate pair, which is no character")
     return value
 
