@@ -293,11 +293,12 @@ def finished(
 
 def _load(form: LocalForm, device: str, dtype: str) -> Any:
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(form.path)}
+    compressed = form.kind != "gguf" and stored_quantization(form.path) == "compressed-tensors"
+    if compressed:
+        _require("compressed-tensors", form)
     if form.kind == "gguf":
         _require("gguf", form)
         source = {"pretrained_model_name_or_path": str(form.path.parent), "gguf_file": form.path.name}
-    elif (method := stored_quantization(form.path)) == "compressed-tensors":
-        _require(method, form)
     with _quiet():
         try:
             AutoConfig.from_pretrained(**source, local_files_only=True)
@@ -313,6 +314,8 @@ def _load(form: LocalForm, device: str, dtype: str) -> Any:
     for kind in ("missing_keys", "mismatched_keys"):  # transformers fills them with random numbers
         if names := sorted(map(str, info.get(kind) or [])):
             raise TracefpError(f"{form.text} lacks weight {names[0]} ({len(names)} of its {kind})")
+    if compressed and model.dtype != torch.bfloat16:  # its forward would meet two dtypes
+        raise TracefpError(f"{form.text}: compressed-tensors weights become bfloat16 here: add --dtype bfloat16")
     return model.to(device).eval()
 
 
