@@ -160,6 +160,10 @@ def test_code_of_a_file_runs_only_where_it_is_allowed(tmp_path: Path) -> None:
     with pytest.raises(TracefpError, match="--allow-code"):
         read(path)
     assert read(path, allow_code=True).inquiries[0].checks[0].kind == "command"
+    (tmp_path / "f.py").write_text("")
+    near = jsonl(tmp_path / "n.jsonl", {"prompt": "x", "check": {"kind": "python", "function": "f.py:g"}})
+    (spec,) = read(near, allow_code=True).inquiries[0].checks
+    assert getattr(spec.config, "function") == f"{tmp_path}/f.py:g"  # noqa: B009
     bare = jsonl(tmp_path / "bare.jsonl", {"prompt": "x"})
     own = parse_checks('{"kind": "command", "command": ["true"]}')
     assert read(bare, check=own).inquiries[0].checks == own
