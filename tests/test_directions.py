@@ -40,9 +40,10 @@ ALLOWED: dict[str, set[str]] = {
     "compare": LEAVES | {"report"},
     "evaluate": CORE | {"guidance", "nn", "rollout", "methods", "tasks", "align", "report", "loop", "saves"},
     "meter": CORE | {"guidance", "nn", "rollout", "train", "methods", "tasks", "align", "report", "loop", "saves"},
+    "gap": CORE | {"nn", "rollout", "tasks", "align", "report", "assets"},
     "cli": LEAVES
     | {"loop", "asynchronous", "compare", "methods", "train", "report", "formats", "guidance", "recipe", "saves"}
-    | {"guidance_cli", "evaluate", "bench", "meter"},
+    | {"guidance_cli", "evaluate", "bench", "meter", "gap"},
     "guidance_cli": LEAVES | {"guidance"},
     "__main__": {"cli"},
 }

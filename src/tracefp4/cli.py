@@ -1,4 +1,4 @@
-"""The commands of `tracefp4`: train, compare, status, eval, meter, report, bench, guidance and smaller ones.
+"""The commands of `tracefp4`: train, compare, status, eval, gap, meter, report, bench, guidance and smaller ones.
 
 A user's error is one sentence on standard error and exit code 2; an unexpected exception keeps its traceback.
 Commands import what they run on use, so that `--help` answers at once.
@@ -20,6 +20,7 @@ from tracefp4 import __version__, signals
 from tracefp4.config import ConfigError, load_config, resolved
 from tracefp4.errors import TracefpError
 from tracefp4.files import StorageError, folder_lock
+from tracefp4.gap.cli import GapCommand, gap
 from tracefp4.guidance_cli import app as guidance_app
 from tracefp4.meter.cli import app as meter_app
 from tracefp4.terminal import print_error, say, system_refusal
@@ -37,6 +38,7 @@ app = typer.Typer(
 
 app.add_typer(guidance_app, name="guidance")
 app.add_typer(meter_app, name="meter")
+app.command("gap", cls=GapCommand)(gap)
 
 _STOPPED = 3
 _INTERRUPTED = 130
