@@ -93,7 +93,7 @@ def _weights(reader: gguf.GGUFReader, config: LlamaConfig) -> dict[str, Tensor]:
 
 
 def _rope_halves(weight: Tensor, heads: int) -> Tensor:
-    """[H*D, K] with the rotary pairs of each head side by side -> the same with their two halves one after the other."""
+    """[H*D, K]: each head's rotary pairs side by side -> its first elements, then its second ones."""
     pairs = weight.unflatten(0, (heads, -1, 2))
     return pairs.transpose(1, 2).flatten(0, 2)
 
