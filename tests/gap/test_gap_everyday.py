@@ -209,11 +209,16 @@ def write_gguf(gguf: ModuleType, path: Path, model: LlamaForCausalLM) -> None:
         getattr(writer, f"add_{name}_token_id")(token)
     writer.add_chat_template("{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}")
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    names = {
-        "embed_tokens": "token_embd", "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v",
-        "o_proj": "attn_output", "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down", "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm", "norm": "output_norm",
-    }  # fmt: skip
+    parts = (
+        "q_proj attn_q",
+        "k_proj attn_k",
+        "v_proj attn_v",
+        "o_proj attn_output",
+        "gate_proj ffn_gate",
+        "up_proj ffn_up",
+    )
+    parts += ("down_proj ffn_down", "input_layernorm attn_norm", "post_attention_layernorm ffn_norm")
+    names = dict(part.split() for part in (*parts, "embed_tokens token_embd", "norm output_norm"))
     for name, weight in model.model.state_dict().items():
         *before, part, kind = name.split(".")
         value = weight.float()
