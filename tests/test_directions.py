@@ -36,9 +36,10 @@ ALLOWED: dict[str, set[str]] = {
     "bench": CORE | {"guidance", "nn"},
     "compare": LEAVES | {"report"},
     "evaluate": CORE | {"guidance", "nn", "rollout", "methods", "tasks", "align", "report", "loop", "saves"},
+    "gap": CORE | {"nn", "rollout", "tasks", "align", "report", "assets"},
     "cli": LEAVES
     | {"loop", "asynchronous", "compare", "methods", "train", "report", "formats", "guidance", "recipe", "saves"}
-    | {"guidance_cli", "evaluate"},
+    | {"guidance_cli", "evaluate", "gap"},
     "guidance_cli": LEAVES | {"guidance"},
     "__main__": {"cli"},
 }

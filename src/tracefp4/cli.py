@@ -1,4 +1,4 @@
-"""The command line: `tracefp4 train | compare | eval | report | warmstart | methods | plan | guidance`.
+"""The command line: `tracefp4 train | compare | eval | report | warmstart | methods | plan | guidance | gap`.
 
 A user's error is one sentence on standard error and exit code 2; an unexpected exception keeps its traceback.
 Commands import what they run on use, so that `--help` answers at once.
@@ -21,6 +21,7 @@ from tracefp4 import __version__, signals
 from tracefp4.config import ConfigError, load_config, resolved
 from tracefp4.errors import TracefpError
 from tracefp4.files import StorageError, folder_lock
+from tracefp4.gap.cli import GapCommand, gap
 from tracefp4.guidance_cli import app as guidance_app
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ app = typer.Typer(
 )
 
 app.add_typer(guidance_app, name="guidance")
+app.command("gap", cls=GapCommand)(gap)
 
 _LONGEST_ERROR = 2000
 _REFUSALS = frozenset(
