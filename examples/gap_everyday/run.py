@@ -23,6 +23,7 @@ from tracefp4.errors import TracefpError
 HERE = Path(__file__).resolve().parent
 FORMS = "nvfp4,nvfp4-w4a4"
 MAX_NEW_TOKENS = 64
+BATCH_SIZE = 50  # rounding activations costs about as much for fifty tokens as for one
 ANSWERED = (0, 1, 2)  # the gate passed, failed, could not tell; anything else is an error or a signal
 USER_ERROR = 64
 
@@ -37,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
     for form in options.serve:
-        code = gap(checkpoint, form, options.out.absolute() / form, options.max_drop)
+        code = gap(checkpoint, form, options.out.absolute() / form, options)
         if code not in ANSWERED:
             return code
     print_table({form: options.out / form for form in options.serve})
@@ -45,11 +46,14 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def gap(checkpoint: Path, form: str, out: Path, max_drop: str) -> int:
+def gap(checkpoint: Path, form: str, out: Path, options: argparse.Namespace) -> int:
     """Runs the command on one form; its exit code."""
     command = [sys.executable, "-m", "tracefp4", "gap", "--train-form", str(checkpoint)]
     command += ["--serve-form", f"{checkpoint}@{form}", "--inquiries", "inquiries.jsonl", "--allow-code"]
-    command += ["--max-new-tokens", str(MAX_NEW_TOKENS), "--max-drop", max_drop, "--out", str(out)]
+    command += ["--max-new-tokens", str(MAX_NEW_TOKENS), "--batch-size", str(BATCH_SIZE)]
+    command += ["--max-drop", options.max_drop, "--out", str(out)]
+    if options.limit:
+        command += ["--limit", str(options.limit)]
     if out.exists():
         command.append("--resume")
     # The file's checks of kind python name checks.py, beside it.
@@ -62,6 +66,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--serve", type=forms, default=forms(FORMS), help=f"what follows DIR@, by commas; default: {FORMS}"
     )
+    parser.add_argument("--limit", type=int, help="ask the first so many inquiries only; needs an --out of its own")
     parser.add_argument("--max-drop", default="2%", help="of the gate; default: %(default)s")
     parser.add_argument(
         "--cache", type=Path, default=default_cache(), help="for wheel and checkpoint; default: %(default)s"
