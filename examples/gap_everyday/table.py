@@ -12,22 +12,24 @@ from rich.table import Table
 
 
 def print_table(folders: dict[str, Path]) -> None:
-    """One row a form: folders by the form's name, each with a gap.json; then what the gate says of each."""
+    """One row a form, and then what the gate says of each. folders: by the form's name, each with a gap.json.
+
+    -/+: inquiries lost and gained; same: answers alike to the letter; |dlog p|: mean distance of a token's log-probs.
+    """
     found = {form: json.loads((folder / "gap.json").read_bytes()) for form, folder in folders.items()}
-    table = Table(
-        "form", "passed", "difference [95 %]", "lost", "gained", "same text", "|log p diff|", "tok/s", box=SIMPLE
-    )
+    table = Table("form", "passed", "difference [95 %]", "-/+", "same", "|dlog p|", "tok/s", box=SIMPLE)
     for column in table.columns[1:]:
         column.justify = "right"
     train = next(iter(found.values()))
-    table.add_row("as stored", _passed(train, "train"), *[""] * 5, _speed(train, "train"))
+    table.add_row("as stored", _passed(train, "train"), *[""] * 4, _speed(train, "train"))
     for form, figures in found.items():
         d, pairs, distance = figures["difference"], figures["pairs"], figures["distance"]
         table.add_row(
             form,
             _passed(figures, "serve"),
             f"{100 * d['value']:+.1f} [{100 * d['low']:+.1f}, {100 * d['high']:+.1f}]",
-            *(str(pairs[name]) for name in ("lost", "gained", "same_text")),
+            f"{pairs['lost']}/{pairs['gained']}",
+            str(pairs["same_text"]),
             f"{distance['mean_abs']:.3f}" if distance.get("tokens") else "",
             _speed(figures, "serve"),
         )
@@ -40,7 +42,7 @@ def print_table(folders: dict[str, Path]) -> None:
 
 
 def _passed(figures: dict[str, Any], side: str) -> str:
-    return f"{figures['forms'][side]['passed']} of {figures['inquiries']['compared']}"
+    return f"{figures['forms'][side]['passed']}/{figures['inquiries']['compared']}"
 
 
 def _speed(figures: dict[str, Any], side: str) -> str:

