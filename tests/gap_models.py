@@ -36,7 +36,9 @@ def config_of(kind: str) -> Any:
     return LlamaConfig(**SIZES)
 
 
-def checkpoint(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.float32, chat: bool = True, seed: int = 0) -> Path:
+def checkpoint(
+    folder: Path, kind: str = "llama", dtype: torch.dtype = torch.float32, chat: bool = True, seed: int = 0
+) -> Path:
     """A checkpoint directory of random weights that answers with some spread."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

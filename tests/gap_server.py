@@ -2,8 +2,8 @@
 
     with fake_server(script) as url: ...
 
-``script(body, number)`` gets a request's JSON and its number from 0; it returns a text to answer with, a dict to send as it
-is, or a `Bad`.
+``script(body, number)`` gets a request's JSON and its number from 0; it returns a text to answer with, a dict to
+send as it is, or a `Bad`.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ def fake_server(script: Callable[[dict[str, Any], int], Any]) -> Iterator[Server
     lock, active = threading.Lock(), [0]
 
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"  # keeps connections, as real servers do
+
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with lock:
@@ -78,6 +80,7 @@ def fake_server(script: Callable[[dict[str, Any], int], Any]) -> Iterator[Server
             self.send_header("Content-Length", str(len(bad.body) + (100 if bad.cut or bad.drip else 0)))
             self.end_headers()
             self.wfile.write(bad.body)
+            self.close_connection = bad.cut or bad.drip > 0
             for _ in range(100 if bad.drip else 0):
                 self.wfile.write(b" ")
                 self.wfile.flush()

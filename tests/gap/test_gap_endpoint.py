@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gap_server import Bad, completion, fake_server
 
+from gap_server import Bad, completion, fake_server
 from tracefp4.errors import TracefpError
 from tracefp4.gap.answers import Answer, Failure, Sampling
 from tracefp4.gap.endpoint import HOPELESS, Endpoint, _retry_after, ask_for, ask_scores, read_answer, read_scores
@@ -35,7 +35,9 @@ def endpoint(url: str, **options: Any) -> Endpoint:
     return made
 
 
-def ask(made: Endpoint, count: int = 1, logprobs: bool = False, sampling: Sampling | None = None) -> list[Answer | Failure]:
+def ask(
+    made: Endpoint, count: int = 1, logprobs: bool = False, sampling: Sampling | None = None
+) -> list[Answer | Failure]:
     found: dict[int, Answer | Failure] = {}
     asks = [ask_for(HI, sampling or Sampling(), seed, logprobs) for seed in range(count)]
     made.run(asks, lambda number, reply, seconds: found.__setitem__(number, read_answer(reply, seconds)))
@@ -55,7 +57,11 @@ def test_answers_come_with_their_counts_and_requests_hold_what_was_asked(monkeyp
 
 
 def test_plain_text_goes_to_completions() -> None:
-    reply = {"choices": [{"text": " there", "finish_reason": "length", "logprobs": {"tokens": [" there"], "token_logprobs": [-0.5]}}]}
+    reply = {
+        "choices": [
+            {"text": " there", "finish_reason": "length", "logprobs": {"tokens": [" there"], "token_logprobs": [-0.5]}}
+        ]
+    }
     with fake_server(lambda body, n: reply) as server:
         (answer,) = ask(endpoint(server.url), logprobs=True, sampling=Sampling(chat="off"))
     assert isinstance(answer, Answer)
@@ -96,7 +102,15 @@ def test_a_server_that_hangs_or_drips_runs_out_of_time() -> None:
         assert time.perf_counter() - started < 3
 
 
-@pytest.mark.parametrize("reply", [{}, {"choices": []}, {"choices": [{"message": {"content": 3}, "finish_reason": "stop"}]}, completion("half", finish=None)])  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {},
+        {"choices": []},
+        {"choices": [{"message": {"content": 3}, "finish_reason": "stop"}]},
+        completion("half", finish=None),
+    ],
+)  # type: ignore[arg-type]
 def test_an_answer_without_a_text_or_an_end_is_missing(reply: dict[str, Any]) -> None:
     with fake_server(lambda body, n: reply) as server:
         (answer,) = ask(endpoint(server.url))
@@ -114,7 +128,9 @@ def test_retry_after_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 302])
-def test_what_is_wrong_for_all_requests_ends_the_run_and_shows_no_key(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_for_all_requests_ends_the_run_and_shows_no_key(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     with fake_server(lambda body, n: Bad(status, f"wrong key {KEY}".encode(), {"Location": "/x"})) as server:
         made = endpoint(server.url)
@@ -184,7 +200,11 @@ def test_a_server_that_refuses_a_key_is_asked_without_it() -> None:
 
 
 def test_scores_of_given_tokens_are_those_vllm_sends() -> None:
-    reply = {"choices": [{"prompt_logprobs": [None, {"4": {"logprob": -1.0}}, {"5": {"logprob": -2.0}, "6": {"logprob": 0}}]}]}
+    reply = {
+        "choices": [
+            {"prompt_logprobs": [None, {"4": {"logprob": -1.0}}, {"5": {"logprob": -2.0}, "6": {"logprob": 0}}]}
+        ]
+    }
     assert read_scores(reply, [4, 5]) == [-1.0, -2.0]
     assert read_scores(reply, [4, 9]) is None
     assert read_scores({"choices": [{}]}, [4]) is None

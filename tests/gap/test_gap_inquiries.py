@@ -20,7 +20,9 @@ ROW = {"id": "a", "prompt": "2+2?", "answer": 4, "check": "numeric", "level": 3}
 
 
 def jsonl(path: Path, *rows: Any) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8")
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8"
+    )
     return path
 
 
@@ -31,7 +33,9 @@ def read(path: Path, **options: Any) -> InquiryFile:
 def test_json_lines(tmp_path: Path) -> None:
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     file = read(
-        jsonl(tmp_path / "q.jsonl", ROW, "", {"messages": chat, "answer": ["Hello", "Hi"], "check": ["contains", "exact"]})
+        jsonl(
+            tmp_path / "q.jsonl", ROW, "", {"messages": chat, "answer": ["Hello", "Hi"], "check": ["contains", "exact"]}
+        )
     )
     first, second = file.inquiries
     assert (first.id, first.text, first.answers, first.fields) == ("a", "2+2?", ("4",), {"level": 3})
@@ -44,12 +48,26 @@ def test_json_lines(tmp_path: Path) -> None:
 def test_csv_and_parquet_and_gzip_say_the_same(tmp_path: Path) -> None:
     check = json.dumps({"kind": "regex", "pattern": "fo+"})
     (tmp_path / "q.csv").write_text(
-        'id,prompt,answer,check,category\n1,"two\nlines",yes,contains,a\n2,"Say ""foo""",,"' + check.replace('"', '""') + '",\n',
+        'id,prompt,answer,check,category\n1,"two\nlines",yes,contains,a\n2,"Say ""foo""",,"'
+        + check.replace('"', '""')
+        + '",\n',
         encoding="utf-8-sig",
     )
     rows = [
-        {"id": "1", "prompt": "two\nlines", "answer": "yes", "check": {"kind": "contains", "pattern": None}, "category": "a"},
-        {"id": "2", "prompt": 'Say "foo"', "answer": None, "check": {"kind": "regex", "pattern": "fo+"}, "category": None},
+        {
+            "id": "1",
+            "prompt": "two\nlines",
+            "answer": "yes",
+            "check": {"kind": "contains", "pattern": None},
+            "category": "a",
+        },
+        {
+            "id": "2",
+            "prompt": 'Say "foo"',
+            "answer": None,
+            "check": {"kind": "regex", "pattern": "fo+"},
+            "category": None,
+        },
     ]
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "q.parquet")
     jsonl(tmp_path / "q.jsonl", *rows)
@@ -66,8 +84,10 @@ def test_csv_and_parquet_and_gzip_say_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-32"])
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
 def test_marks_of_encodings_are_read(tmp_path: Path, encoding: str, suffix: str) -> None:
-    text = 'prompt,answer,check\nGrüße?,né,exact\n' if suffix == ".csv" else json.dumps(
-        {"prompt": "Grüße?", "answer": "né", "check": "exact"}, ensure_ascii=False
+    text = (
+        "prompt,answer,check\nGrüße?,né,exact\n"
+        if suffix == ".csv"
+        else json.dumps({"prompt": "Grüße?", "answer": "né", "check": "exact"}, ensure_ascii=False)
     )
     data = text.encode(encoding)
     path = tmp_path / f"q{suffix}"
@@ -91,9 +111,15 @@ def test_all_broken_lines_are_named_and_can_be_left_out(tmp_path: Path) -> None:
     bad = ['{"prompt": "x"', '"text"', {"prompt": "x"}, {"prompt": "x", "check": "exakt", "answer": "y"}]
     bad += [{"check": "exact", "answer": "y", "qestion": "z"}, {"prompt": " ", "check": "exact", "answer": "y"}]
     path = jsonl(tmp_path / "q.jsonl", ROW, *bad, {**ROW, "id": "b"})
-    with pytest.raises(TracefpError, match="6 rows of .* cannot be used") as error:
+    with pytest.raises(TracefpError, match=r"6 rows of .* cannot be used") as error:
         read(path)
-    for part in ("line 2: no valid JSON", "line 3: str, not an object", "line 4: no check", "did you mean exact", "and 1 more"):
+    for part in (
+        "line 2: no valid JSON",
+        "line 3: str, not an object",
+        "line 4: no check",
+        "did you mean exact",
+        "and 1 more",
+    ):
         assert part in str(error.value)
     file = read(path, skip_broken=True)
     assert [q.id for q in file.inquiries] == ["a", "b"]
@@ -111,7 +137,9 @@ def test_broken_csv_rows_are_named_by_line(tmp_path: Path) -> None:
 
 
 def test_repeated_ids_keep_both_rows(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "q.jsonl", ROW, {**ROW, "prompt": "3+1?"}, {**ROW, "id": "a#2", "prompt": "1+3?"}, {**ROW, "id": "z"})
+    path = jsonl(
+        tmp_path / "q.jsonl", ROW, {**ROW, "prompt": "3+1?"}, {**ROW, "id": "a#2", "prompt": "1+3?"}, {**ROW, "id": "z"}
+    )
     file = read(path)
     assert [q.id for q in file.inquiries] == ["a", "a#3", "a#2", "z"]
     assert "line 2 repeats the id 'a' of" in file.notices[0]
@@ -161,7 +189,9 @@ def test_system_messages_and_messages_in_cells(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "q.jsonl", ROW, {**ROW, "id": "b", "system": "own"})
     assert [q.messages[0]["content"] for q in read(path, system="common").inquiries] == ["common", "own"]
     cells = tmp_path / "q.csv"
-    cells.write_text('messages,answer,check\n"[{""role"": ""user"", ""content"": ""Hi""}]",Hi,exact\n', encoding="utf-8")
+    cells.write_text(
+        'messages,answer,check\n"[{""role"": ""user"", ""content"": ""Hi""}]",Hi,exact\n', encoding="utf-8"
+    )
     assert read(cells).inquiries[0].text == "Hi"
     for messages, message in (
         ([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], "put the reference into answer"),
@@ -175,7 +205,12 @@ def test_system_messages_and_messages_in_cells(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["missing.jsonl", ".", "q.txt", "empty.jsonl", "array.json", "half.jsonl.gz"])
 def test_files_that_cannot_be_read(tmp_path: Path, name: str) -> None:
-    for file, content in (("q.txt", b"x"), ("empty.jsonl", b"\n"), ("array.json", b"[\n{}]"), ("half.jsonl.gz", b"\x1f\x8b")):
+    for file, content in (
+        ("q.txt", b"x"),
+        ("empty.jsonl", b"\n"),
+        ("array.json", b"[\n{}]"),
+        ("half.jsonl.gz", b"\x1f\x8b"),
+    ):
         (tmp_path / file).write_bytes(content)
     with pytest.raises(TracefpError):
         read(tmp_path / name)

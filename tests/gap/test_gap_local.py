@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from gap_models import checkpoint
 from transformers import AutoModelForCausalLM
 
+from gap_models import checkpoint
 from tracefp4.errors import TracefpError
 from tracefp4.formats import get_format
 from tracefp4.gap.answers import Sampling
 from tracefp4.gap.forms import EndpointForm, LocalForm, parse_form
 from tracefp4.gap.local import EngineRunner, TransformersRunner, load_runner, pick_device
-
 
 QUESTIONS = ["Hello", "What is 2 + 2?", "A longer question than the others, so that rows are padded."]
 SAMPLED = Sampling(temperature=0.8, max_new_tokens=12)
@@ -53,7 +52,9 @@ def test_greedy_answers_are_those_of_transformers(folders: dict[str, Path]) -> N
     runner = load(str(folders["llama"]), Sampling(max_new_tokens=10))
     model = AutoModelForCausalLM.from_pretrained(folders["llama"])
     for prompt, answer in zip(prompts(runner), runner.generate(prompts(runner), [0, 0, 0]), strict=True):
-        expected = model.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False, eos_token_id=1, pad_token_id=0)
+        expected = model.generate(
+            torch.tensor([prompt]), max_new_tokens=10, do_sample=False, eos_token_id=1, pad_token_id=0
+        )
         assert answer.token_ids == expected[0, len(prompt) :].tolist()
 
 
@@ -133,7 +134,9 @@ def test_a_layer_of_odd_width_is_left_and_named(tmp_path: Path, folders: dict[st
 
     from tracefp4.gap.quantize import quantize_linears
 
-    config = LlamaConfig(vocab_size=98, hidden_size=64, intermediate_size=100, num_hidden_layers=1, num_attention_heads=4)
+    config = LlamaConfig(
+        vocab_size=98, hidden_size=64, intermediate_size=100, num_hidden_layers=1, num_attention_heads=4
+    )
     done = quantize_linears(LlamaForCausalLM(config), "nvfp4", None)
     assert done.skipped == ["model.layers.0.mlp.down_proj"]
     assert done.layers == 6
@@ -175,7 +178,10 @@ def test_compressed_tensors_needs_its_package(tmp_path: Path) -> None:
 
 
 def test_forms_as_they_are_written(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    for text in ("http://h:8000/v1?model=a/b&key_env=K", "endpoint:http://h:8000/v1/chat/completions,model=a/b,key_env=K"):
+    for text in (
+        "http://h:8000/v1?model=a/b&key_env=K",
+        "endpoint:http://h:8000/v1/chat/completions,model=a/b,key_env=K",
+    ):
         form = parse_form("--serve-form", text)
         assert isinstance(form, EndpointForm)
         assert (form.url, form.model, form.key_env) == ("http://h:8000/v1", "a/b", "K")

@@ -38,7 +38,13 @@ class LocalBackend:
     """Decodes batches of prompts of like length, which need little padding."""
 
     def __init__(
-        self, form: LocalForm, inquiries: Sequence[Inquiry], sampling: Sampling, device: str, dtype: str, batch_size: int
+        self,
+        form: LocalForm,
+        inquiries: Sequence[Inquiry],
+        sampling: Sampling,
+        device: str,
+        dtype: str,
+        batch_size: int,
     ) -> None:
         from tracefp4.gap.local import load_runner
 
@@ -134,7 +140,9 @@ class EndpointBackend:
     def score(self, items: Sequence[tuple[Job, Answer]]) -> Iterator[tuple[Job, list[int], list[float], list[float]]]:
         """By vLLM's prompt_logprobs; a server that does not give them for the first answer is asked no more."""
         able = [
-            (job, a.prompt_ids, a.token_ids, a.logprobs) for job, a in items if a.prompt_ids and a.token_ids and a.logprobs
+            (job, a.prompt_ids, a.token_ids, a.logprobs)
+            for job, a in items
+            if a.prompt_ids and a.token_ids and a.logprobs
         ]
         for part in (able[:1], able[1:]):
             replies: dict[int, list[float] | None] = {}

@@ -1,7 +1,7 @@
 """What decides whether an answer passes: the checks of tasks, and four kinds that only inquiries have.
 
 Kinds and keys are in docs/gap.md. Checks that a task has too run through ``tracefp4.tasks.checks``, in workers and
-sandbox of their own; patterns and schemas travel with the inquiry, so that a file of a thousand patterns needs one pool.
+sandbox of their own; patterns and schemas travel with the inquiry: a file of a thousand patterns needs one pool.
 """
 
 from __future__ import annotations
@@ -120,7 +120,9 @@ class CheckSpec:
             first = error.errors(include_url=False)[0]
             name = ".".join(str(part) for part in first["loc"] if part != "schema_")
             message = first["msg"].removeprefix("Value error, ")
-            raise TracefpError(f"check {kind}{f', {name}' if name else ''}: {message[0].lower()}{message[1:]}") from None
+            raise TracefpError(
+                f"check {kind}{f', {name}' if name else ''}: {message[0].lower()}{message[1:]}"
+            ) from None
         except (ValueError, TypeError) as error:
             raise TracefpError(f"check {kind}: {error}") from None
 
@@ -139,7 +141,7 @@ def _config(kind: str, keys: dict[str, Any]) -> BaseModel:
         return CheckConfig(**{"kind": "exact", "extract": "whole", **loose, **keys})
     if kind == "regex":
         return CheckConfig(**{"kind": "regex", "match": "search", **keys})
-    return CheckConfig(kind=kind, **keys)  # type: ignore[arg-type]  # a known kind
+    return CheckConfig(kind=kind, **keys)
 
 
 def needs_answer(spec: CheckSpec) -> bool:
@@ -162,7 +164,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Mark:
-    """passed is None where the check could not be made (a judge that does not answer); note says why, or what failed."""
+    """passed is None where the check could not be made (a judge that does not answer); note says why."""
 
     passed: bool | None
     note: str = ""
@@ -298,7 +300,9 @@ class Markers:
             return CommandMarker(spec)
         if spec.kind == "judge":
             if self._judge is None:
-                raise TracefpError("the inquiries have checks of kind judge: name the judge model with --judge ENDPOINT")
+                raise TracefpError(
+                    "the inquiries have checks of kind judge: name the judge model with --judge ENDPOINT"
+                )
             marker: Marker = self._judge(spec)
             return marker
         return TaskMarker(spec)

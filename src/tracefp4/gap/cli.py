@@ -33,13 +33,18 @@ class GapCommand(TyperCommand):
         except Exception as error:
             if not hasattr(error, "format_message"):
                 raise
-            raise _as_user_error(TracefpError(f"{error.format_message()} (tracefp4 gap --help shows the options)")) from None
+            raise _as_user_error(
+                TracefpError(f"{error.format_message()} (tracefp4 gap --help shows the options)")
+            ) from None
 
 
 def gap(
     *,
     train_form: Annotated[
-        str, typer.Option("--train-form", metavar="FORM", help="The form that was trained and evaluated.", show_default=False)
+        str,
+        typer.Option(
+            "--train-form", metavar="FORM", help="The form that was trained and evaluated.", show_default=False
+        ),
     ],
     serve_form: Annotated[
         str, typer.Option("--serve-form", metavar="FORM", help="The form to be served.", show_default=False)
@@ -61,7 +66,8 @@ def gap(
         str | None, typer.Option(metavar="KIND|JSON", help="The check of rows without one.", show_default=False)
     ] = None,
     judge: Annotated[
-        str | None, typer.Option(metavar="ENDPOINT", help="The judge model of checks of kind judge.", show_default=False)
+        str | None,
+        typer.Option(metavar="ENDPOINT", help="The judge model of checks of kind judge.", show_default=False),
     ] = None,
     allow_code: Annotated[
         bool, typer.Option("--allow-code", help="Let checks named in the file run functions and commands.")
@@ -90,15 +96,17 @@ def gap(
 ) -> None:
     """Compare two forms of a model on the same inquiries: the check before one is deployed in place of the other.
 
-    Exit code: 0 the gate passed or there was none, 1 it failed, 2 not enough inquiries to tell, 64 an error of the user's,
-    70 an error of this program.
+    Exit code: 0 the gate passed or there was none, 1 it failed, 2 not enough inquiries to tell, 64 an error of the
+    user's, 70 an error of this program.
     """
     given = dict(locals())
     out = out or Path(f"gap-{inquiries.name.split('.')[0]}")
     try:
         request = _request(given)
         with signals.stoppable():
-            code = _run(request, out, dry_run=dry_run, resume=resume, overwrite=overwrite, recheck=recheck, as_json=as_json)
+            code = _run(
+                request, out, dry_run=dry_run, resume=resume, overwrite=overwrite, recheck=recheck, as_json=as_json
+            )
     except signals.Stopped as stop:
         _say(f"stopped by {stop}; go on with the same command and --resume", error=True)
         raise SystemExit(stop.exit_code) from None
@@ -143,7 +151,10 @@ def _request(given: dict[str, Any]) -> GapRequest:
         file,
         Sampling(*(given[name] for name in ("samples", "temperature", "top_p", "max_new_tokens", "seed", "chat"))),
         GapOptions(
-            *(given[name] for name in ("device", "dtype", "batch_size", "concurrency", "timeout", "retries", "logprobs"))
+            *(
+                given[name]
+                for name in ("device", "dtype", "batch_size", "concurrency", "timeout", "retries", "logprobs")
+            )
         ),
         confidence,
         gate,
@@ -152,7 +163,15 @@ def _request(given: dict[str, Any]) -> GapRequest:
 
 
 def _check_numbers(given: dict[str, Any]) -> None:
-    least = {"samples": 1, "max_new_tokens": 1, "batch_size": 1, "concurrency": 1, "limit": 1, "retries": 0, "logprobs": 0}
+    least = {
+        "samples": 1,
+        "max_new_tokens": 1,
+        "batch_size": 1,
+        "concurrency": 1,
+        "limit": 1,
+        "retries": 0,
+        "logprobs": 0,
+    }
     for name, low in least.items():
         if given[name] is not None and given[name] < low:
             raise TracefpError(f"--{name.replace('_', '-')} must be at least {low}, got {given[name]}")
@@ -209,13 +228,17 @@ def summary(facts: dict[str, Any], out: Path) -> list[str]:
         d, p = facts["difference"], facts["pairs"]
         lines.append(
             f"serve - train: {100 * d['value']:+.1f} points [{100 * d['low']:+.1f}, {100 * d['high']:+.1f}] at "
-            f"{100 * facts['confidence']:g} % confidence, {d['inquiries']} inquiries; {p['lost']} lost, {p['gained']} gained "
-            f"of {p['pairs']} pairs"
+            f"{100 * facts['confidence']:g} % confidence, {d['inquiries']} inquiries; {p['lost']} lost, "
+            f"{p['gained']} gained of {p['pairs']} pairs"
         )
     if facts["distance"].get("tokens"):
-        lines.append(f"mean |log p difference| {facts['distance']['mean_abs']:.3g} over {facts['distance']['tokens']} tokens")
+        lines.append(
+            f"mean |log p difference| {facts['distance']['mean_abs']:.3g} over {facts['distance']['tokens']} tokens"
+        )
     if facts["inquiries"]["missing"]:
-        lines.append(f"{facts['inquiries']['missing']} inquiries lack an answer or its check: --resume asks again for them")
+        lines.append(
+            f"{facts['inquiries']['missing']} inquiries lack an answer or its check: --resume asks again for them"
+        )
     if facts["gate"]:
         lines.append(f"gate: {facts['gate']['verdict'].upper()}: {facts['gate']['reason']}")
     return [*lines, f"written: {out / REPORT} and {out / GAP}"]

@@ -1,7 +1,7 @@
 """The distance of two forms token by token: log-probs of the same tokens under both.
 
-An answer of one form is scored by the other, teacher-forced: its tokens are given, and the other form says how likely each
-was. Where no form can score, the tokens count that both wrote alike before their first difference.
+An answer of one form is scored by the other, teacher-forced: its tokens are given, and the other form says how likely
+each was. Where no form can score, the tokens count that both wrote alike before their first difference.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ from tracefp4.gap.answers import Answer
 FORCED, ALIKE = "each form scored the other's answers", "the tokens that both wrote alike, up to the first difference"
 
 
-def aligned(answer: Answer, encode_text: Callable[[str], list[int]], decode: Callable[[Sequence[int]], str]) -> (
-    tuple[list[int], list[float]] | None
-):
+def aligned(
+    answer: Answer, encode_text: Callable[[str], list[int]], decode: Callable[[Sequence[int]], str]
+) -> tuple[list[int], list[float]] | None:
     """(token ids, log-probs) of an answer in the vocabulary of a form with these functions; None where they differ.
 
-    Ids are taken where the answer has them and they spell its text. Else its pieces must be the tokens that the form's own
-    tokenizer makes of the text; an end token that the server lists after them is left out.
+    Ids are taken where the answer has them and they spell its text. Else its pieces must be the tokens that the form's
+    own tokenizer makes of the text; an end token that the server lists after them is left out.
     """
     if answer.logprobs is None:
         return None
     try:
         if answer.token_ids is not None:
-            same = len(answer.token_ids) == len(answer.logprobs) and decode(answer.token_ids).strip() == answer.text.strip()
+            same = (
+                len(answer.token_ids) == len(answer.logprobs)
+                and decode(answer.token_ids).strip() == answer.text.strip()
+            )
             return (answer.token_ids, answer.logprobs) if same and answer.token_ids else None
         ids = encode_text(answer.text)
         pieces = [decode([token]) for token in ids]

@@ -52,7 +52,7 @@ class _Refused(Exception):
 class Endpoint:
     """One server and model.
 
-    concurrency: requests at a time; timeout: seconds of one, from sending to the last byte; retries: after the first try.
+    concurrency: requests at a time; timeout: seconds of one, to its last byte; retries: after the first try.
     Raises TracefpError where a key is named and not set.
     """
 
@@ -72,7 +72,7 @@ class Endpoint:
         """Sends all; calls ``done`` with each one's number, its JSON object or why there is none, and its seconds.
 
         ``done`` runs in this thread, in the order of completion, between two requests: it may write to disk. Raises
-        TracefpError for what no request can succeed with, and once ``HOPELESS`` in a row have failed; what is done is done.
+        TracefpError for what no request can succeed with, and once ``HOPELESS`` in a row have failed.
         """
         asyncio.run(self._run(iter(enumerate(asks)), done))
 
@@ -114,8 +114,8 @@ class Endpoint:
         self._failed_in_row += 1
         if self._failed_in_row >= HOPELESS:
             raise TracefpError(
-                f"{self.form.text}: {HOPELESS} requests in a row have failed, the last: {found.reason}; when the server "
-                "answers again, go on with --resume"
+                f"{self.form.text}: {HOPELESS} requests in a row have failed, the last: {found.reason}; when the "
+                "server answers again, go on with --resume"
             )
 
     async def _with_retries(self, client: httpx.AsyncClient, ask: Ask) -> dict[str, Any] | Failure:
@@ -142,7 +142,7 @@ class Endpoint:
             raise TracefpError(f"{self.form.text}: {error}: {key}is the URL right, and the model's name?")
 
     async def _send(self, client: httpx.AsyncClient, ask: Ask) -> dict[str, Any]:
-        """The JSON object of one try. A server that refuses an optional key is asked again without it, now and later."""
+        """The JSON object of one try. A server that refuses an optional key is asked without it from then on."""
         body = {"model": self.form.model, **{k: v for k, v in ask.body.items() if k not in self._unsupported}}
         try:
             status, headers, data = await self._post(client, ask.path, body)
@@ -163,7 +163,9 @@ class Endpoint:
         except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict):
-            raise _Refused(f"the answer is no JSON object: {self._shown(data[:200].decode(errors='replace'))}", retry=True)
+            raise _Refused(
+                f"the answer is no JSON object: {self._shown(data[:200].decode(errors='replace'))}", retry=True
+            )
         if "choices" not in found and "error" in found:  # some servers report errors under status 200
             raise _Refused(f"error: {self._shown(json.dumps(found['error']))}", retry=True)
         return found

@@ -26,7 +26,9 @@ def estimate(request: GapRequest, had: dict[str, dict[Any, Any]]) -> dict[str, A
     """
     sides = {side: _side(request, side, _open_jobs(request, had.get(side, {}))) for side in SIDES}
     judged = [
-        (len(q.text), len(spec.config.rubric)) for q in request.file.inquiries for spec in q.checks
+        (len(q.text), len(spec.config.rubric))
+        for q in request.file.inquiries
+        for spec in q.checks
         if isinstance(spec.config, JudgeConfig)
     ]
     judge = None
@@ -37,7 +39,9 @@ def estimate(request: GapRequest, had: dict[str, dict[Any, Any]]) -> dict[str, A
         judge = _priced(request.judge, calls, read, calls * MAX_TOKENS)
     plan = None
     if request.gate is not None:
-        plan = {f"{flips:g}": planned_inquiries(request.gate.max_drop, request.gate.confidence, flips) for flips in FLIPS}
+        plan = {
+            f"{flips:g}": planned_inquiries(request.gate.max_drop, request.gate.confidence, flips) for flips in FLIPS
+        }
     return {
         "inquiries": len(request.file.inquiries),
         "samples": request.sampling.samples,
@@ -57,7 +61,14 @@ def _side(request: GapRequest, side: str, jobs: Sequence[Job]) -> dict[str, Any]
     written = len(jobs) * request.sampling.max_new_tokens
     if isinstance(form, EndpointForm):
         return _priced(form, len(jobs), read, written)
-    return {"form": form.text, "answers": len(jobs), "requests": 0, "tokens_in": read, "tokens_out_at_most": written, "cost": 0.0}
+    return {
+        "form": form.text,
+        "answers": len(jobs),
+        "requests": 0,
+        "tokens_in": read,
+        "tokens_out_at_most": written,
+        "cost": 0.0,
+    }
 
 
 def _priced(form: EndpointForm, calls: int, read: int, written: int) -> dict[str, Any]:
@@ -92,5 +103,7 @@ def estimate_lines(found: dict[str, Any]) -> list[str]:
             f"{count:,} if {100 * float(flips):g} %" if count else f"more than any if {100 * float(flips):g} %"
             for flips, count in found["inquiries_to_pass"].items()
         )
-        lines.append(f"to pass (80 % of the time) with nothing lost, the gate needs about {numbers} of outcomes flip by chance")
+        lines.append(
+            f"to pass (80 % of the time) with nothing lost, the gate needs about {numbers} of outcomes flip by chance"
+        )
     return lines

@@ -34,9 +34,13 @@ def figures(request: GapRequest, folder: GapFolder) -> dict[str, Any]:
     answers: Answers = {side: folder.answers(side) for side in SIDES}
     marks: Marks = {side: folder.marks(side) for side in SIDES}
     inquiries, k = request.file.inquiries, request.sampling.samples
-    whole = [q for q in inquiries if all(_passed(marks, side, (q.id, s)) is not None for side in SIDES for s in range(k))]
+    whole = [
+        q for q in inquiries if all(_passed(marks, side, (q.id, s)) is not None for side in SIDES for s in range(k))
+    ]
     passed: dict[str, Passed] = {
-        side: np.array([[bool(marks[side][q.id, s].passed) for s in range(k)] for q in whole], dtype=bool).reshape(-1, k)
+        side: np.array([[bool(marks[side][q.id, s].passed) for s in range(k)] for q in whole], dtype=bool).reshape(
+            -1, k
+        )
         for side in SIDES
     }
     missing = len(inquiries) - len(whole)

@@ -8,8 +8,8 @@
     flips.jsonl            the pairs whose outcome differs, with both answers
     report.html            the page
 
-Lines are appended and synced; a later line on the same answer replaces an earlier one, and a last line that a kill cut off
-is dropped.
+Lines are appended and synced; a later line on the same answer replaces an earlier one, and a last line that a kill cut
+off is dropped.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class GapFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def open(self, settings: dict[str, Any], checks: str, resume: bool, overwrite: bool, recheck: bool) -> dict[str, Any]:
+    def open(
+        self, settings: dict[str, Any], checks: str, resume: bool, overwrite: bool, recheck: bool
+    ) -> dict[str, Any]:
         """Makes the folder ready and writes gap.json; returns its content.
 
         settings: what the answers depend on, which a resumed check must share. checks: a hash of what the marks depend
@@ -94,7 +96,11 @@ class GapFolder:
     def _check_same(self, then: dict[str, Any], now: dict[str, Any]) -> None:
         for key in sorted({*then, *now}):
             if then.get(key) != now.get(key):
-                what = "other questions" if key == "questions" else f"{key} = {then.get(key)!r}, now it is {now.get(key)!r}"
+                what = (
+                    "other questions"
+                    if key == "questions"
+                    else f"{key} = {then.get(key)!r}, now it is {now.get(key)!r}"
+                )
                 raise TracefpError(f"{self.path} was made with {what}: set it back, or choose another --out")
 
     # -- lines ------------------------------------------------------------------------------------------------------

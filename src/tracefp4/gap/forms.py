@@ -42,7 +42,8 @@ class LocalForm:
         if self.kind == "gguf":
             return "GGUF file, its weights dequantized by transformers"
         if self.kind == "engine":
-            return f"rollout engine, {self.weights or 'no quantization'}{', activations and KV cache too' * bool(self.weights)}"
+            what = f"{self.weights} weights, activations and KV cache" if self.weights else "no quantization"
+            return f"rollout engine, {what}"
         if self.weights is None:
             return "checkpoint as it is stored"
         return f"weights of linear layers in {self.weights}" + (", their inputs too" if self.activations else "")
@@ -105,7 +106,9 @@ def _endpoint(option: str, text: str) -> EndpointForm:
     if parsed.scheme not in ("http", "https") or not host:
         raise TracefpError(f"{option} must be an http or https URL such as http://localhost:8000/v1?model=NAME")
     if parsed.username or parsed.password:
-        raise TracefpError(f"{option} holds a user name or password: put a key into an environment variable (key_env=NAME)")
+        raise TracefpError(
+            f"{option} holds a user name or password: put a key into an environment variable (key_env=NAME)"
+        )
     keys = dict(pairs)
     for name in keys:
         if name not in _ENDPOINT_KEYS:  # the value stays out of the message: it may be a key
@@ -183,7 +186,7 @@ def _check_directory(option: str, directory: Path) -> None:
     if not directory.is_dir():
         hint = f" (relative paths start at {Path.cwd()})"
         if _HUB_ID.fullmatch(str(directory)):
-            hint = f"; where it names a model of the Hugging Face hub, fetch it by `hf download {directory} --local-dir DIR`"
+            hint = f"; a model of the Hugging Face hub is fetched by `hf download {directory} --local-dir DIR`"
         raise TracefpError(f"{option} {directory} does not exist{hint}")
     if not (directory / "config.json").is_file():
         raise TracefpError(f"{option} {directory} is no Hugging Face checkpoint directory (it has no config.json)")

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracefp4.errors import TracefpError
-from tracefp4.gap.statistics import Difference, inquiries_needed, paired
+from tracefp4.gap.statistics import Difference, inquiries_needed, paired, planned_inquiries
 
 Passed = NDArray[np.bool_]
 
@@ -58,13 +58,16 @@ def decide(gate: Gate, train: Passed, serve: Passed, missing: int) -> Decision:
     if verdict is Verdict.UNDECIDED:
         needed = inquiries_needed(train, serve, gate.max_drop, gate.confidence)
         reason = (
-            f"{len(train)} inquiries are not enough to tell whether the drop is larger than {limit}: it lies between "
-            f"{_drop(seen.high)} and {_drop(seen.low)}"
+            f"{len(train):,} inquiries are not enough to tell whether the drop is larger than {limit}: the truth lies "
+            f"between {_change(seen.low)} and {_change(seen.high)}"
         )
+        alike = planned_inquiries(gate.max_drop, gate.confidence, float((train != serve).mean()))
+        if alike is not None:
+            reason += f"; about {max(alike, len(train) + 1):,} would be needed if neither form is better"
         if needed is None:
-            return Decision(verdict, f"{reason}, and is so near to the limit that no number of inquiries would do")
+            return Decision(verdict, f"{reason}, and no number would do if the drop is the one seen here")
         needed = max(needed, len(train) + 1)
-        return Decision(verdict, f"{reason}; about {needed:,} would be needed if the rates stay as they are", needed)
+        return Decision(verdict, f"{reason}, about {needed:,} if the drop is the one seen here", needed)
     if missing and _verdict(gate, _worst(gate, train, serve, missing, against=verdict)) is not verdict:
         return Decision(
             Verdict.UNDECIDED,
@@ -72,8 +75,8 @@ def decide(gate: Gate, train: Passed, serve: Passed, missing: int) -> Decision:
             "those with --resume",
         )
     if verdict is Verdict.PASS:
-        return Decision(verdict, f"the drop is smaller than {limit}: at most {_drop(seen.low)}")
-    return Decision(verdict, f"the drop is larger than {limit}: at least {_drop(seen.high)}")
+        return Decision(verdict, f"the drop is smaller than {limit}: at worst {_change(seen.low)}")
+    return Decision(verdict, f"the drop is larger than {limit}: at best {_change(seen.high)}")
 
 
 def _verdict(gate: Gate, seen: Difference) -> Verdict:
@@ -87,7 +90,9 @@ def _worst(gate: Gate, train: Passed, serve: Passed, missing: int, against: Verd
     shape = (missing, train.shape[1])
     lost = against is Verdict.PASS
     return paired(
-        np.concatenate([train, np.full(shape, lost)]), np.concatenate([serve, np.full(shape, not lost)]), gate.confidence
+        np.concatenate([train, np.full(shape, lost)]),
+        np.concatenate([serve, np.full(shape, not lost)]),
+        gate.confidence,
     )
 
 
@@ -96,10 +101,9 @@ def _points(share: float) -> str:
     return f"{100 * share:.3g} point{'' if share == 0.01 else 's'}"
 
 
-def _drop(difference: float) -> str:
-    """'1.3 points', or 'a gain of 1.3 points' for a difference above 0."""
-    text = f"{abs(100 * difference):.1f} points"
-    return text if difference <= 0 else f"a gain of {text}"
+def _change(difference: float) -> str:
+    """'a drop of 1.3 points' for -.013, 'a gain of 1.3 points' for .013."""
+    return f"a {'gain' if difference > 0 else 'drop'} of {abs(100 * difference):.1f} points"
 
 
 def parse_share(option: str, text: str, low: float, high: float) -> float:

@@ -10,7 +10,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,15 +119,13 @@ def read_inquiries(path: str | Path, options: ReadOptions | None = None) -> Inqu
         count, more = len(reader.broken), len(reader.broken) - SHOWN
         rest = f"; and {more} more" if more > 0 else ""
         raise TracefpError(
-            f"{count} row{'' if count == 1 else 's'} of {path} cannot be used ({'; '.join(reader.broken[:SHOWN])}{rest}): "
-            "mend the file, or leave them out with --skip-broken"
+            f"{count} row{'' if count == 1 else 's'} of {path} cannot be used "
+            f"({'; '.join(reader.broken[:SHOWN])}{rest}): mend the file, or leave them out with --skip-broken"
         )
     if not inquiries:
         raise TracefpError(f"--inquiries {path} holds no inquiry" + (" that can be used" if reader.broken else ""))
     inquiries, notices = _distinct(inquiries)
-    return InquiryFile(
-        str(path), inquiries[: options.limit], reader.broken, notices, hashlib.sha256(data).hexdigest()
-    )
+    return InquiryFile(str(path), inquiries[: options.limit], reader.broken, notices, hashlib.sha256(data).hexdigest())
 
 
 # -- files to rows ----------------------------------------------------------------------------------------------------
@@ -139,7 +137,9 @@ def _bytes(path: Path) -> bytes:
     if not path.exists():
         raise TracefpError(f"--inquiries {path} does not exist (relative paths start at {Path.cwd()})")
     if not any(path.name.lower().endswith(suffix) for suffix in SUFFIXES):
-        raise TracefpError(f"--inquiries {path} must be a file that ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
+        raise TracefpError(
+            f"--inquiries {path} must be a file that ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
+        )
     try:
         return path.read_bytes()
     except OSError as error:
@@ -187,7 +187,7 @@ _ENCODING_REMEDY = "name the file's encoding with --encoding, or save it as UTF-
 def _json_rows(path: Path, data: bytes, encoding: str, reader: _Reader) -> Iterator[tuple[str, dict[str, Any]]]:
     # Line by line where a line feed is one byte: then a line in another encoding is that line's problem alone.
     single = not encoding.startswith(("utf-16", "utf-32"))
-    lines: list[bytes] | list[str] = data.split(b"\n") if single else _decoded(path, data, encoding).split("\n")
+    lines: Sequence[bytes | str] = data.split(b"\n") if single else _decoded(path, data, encoding).split("\n")
     for number, raw in enumerate(lines, start=1):
         where = f"{path} line {number}"
         try:
@@ -392,7 +392,9 @@ def _distinct(inquiries: list[Inquiry]) -> tuple[list[Inquiry], list[str]]:
             while (name := f"{inquiry.id}#{number}") in taken:
                 number += 1
             taken.add(name)
-            renamed.append(f"{inquiry.where} repeats the id {inquiry.id!r} of {seen[inquiry.id]} and is called {name!r}")
+            renamed.append(
+                f"{inquiry.where} repeats the id {inquiry.id!r} of {seen[inquiry.id]} and is called {name!r}"
+            )
             inquiry = Inquiry(**{**inquiry.__dict__, "id": name})
         else:
             seen[inquiry.id] = inquiry.where

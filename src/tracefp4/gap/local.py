@@ -50,7 +50,7 @@ def load_runner(form: LocalForm, sampling: Sampling, device: str, dtype: str, ba
 
 
 def pick_device(device: str) -> str:
-    """"auto" to "cuda" where there is one, else "cpu". Raises TracefpError for a device that is not there."""
+    """ "auto" to "cuda" where there is one, else "cpu". Raises TracefpError for a device that is not there."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -112,7 +112,11 @@ class TransformersRunner:
         self.stops = self.encode.stops(self.model.generation_config)
         # The checkpoint's own settings (a repetition penalty, say) would change one form and not an endpoint.
         self.model.generation_config = GenerationConfig()
-        self.about = {"device": self.device, "dtype": str(self.model.dtype).removeprefix("torch."), "chat": self.encode.chat}
+        self.about = {
+            "device": self.device,
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "chat": self.encode.chat,
+        }
         if form.weights:
             done = quantize_linears(self.model, form.weights, form.activations)
             self.about["rounded"] = {
@@ -141,7 +145,10 @@ class TransformersRunner:
         params = [SamplingParams(s.temperature, s.top_p, s.max_new_tokens, seed=seed) for seed in seeds]
         draw = _Draw(params, torch.tensor([len(p) for p in prompts]))
         config = GenerationConfig(
-            max_new_tokens=new, do_sample=False, eos_token_id=self.stops or None, pad_token_id=self.stops[0] if self.stops else 0
+            max_new_tokens=new,
+            do_sample=False,
+            eos_token_id=self.stops or None,
+            pad_token_id=self.stops[0] if self.stops else 0,
         )
         started = time.perf_counter()
         with _quiet(), _model_errors(self.form):
@@ -182,7 +189,7 @@ class TransformersRunner:
 
 
 class _Draw(LogitsProcessor):
-    """Draws each token itself and leaves transformers' loop no choice, so that both forms draw alike from like logits."""
+    """Draws each token itself and leaves transformers' loop no choice: both forms draw alike from like logits."""
 
     def __init__(self, params: Sequence[SamplingParams], lengths: Tensor) -> None:
         self.params, self.lengths = list(params), lengths
@@ -202,7 +209,7 @@ class _Draw(LogitsProcessor):
 
 
 class EngineRunner:
-    """Qwen3 and Qwen3-MoE in this package's engine, with FP4 experts or MLP and KV cache where the form names a format."""
+    """Qwen3 and Qwen3-MoE in this package's engine, experts or MLP and KV cache in the format that the form names."""
 
     def __init__(self, form: LocalForm, sampling: Sampling, device: str, dtype: str, batch_size: int) -> None:
         from tracefp4.nn.loading import load_policy, read_config, read_tokenizer
@@ -222,7 +229,7 @@ class EngineRunner:
         self._make: Any = lambda length: RolloutEngine(
             self.config,
             self.recipe,
-            RolloutConfig(dtype=compute, max_num_seqs=batch_size, max_model_len=length),  # type: ignore[arg-type]
+            RolloutConfig(dtype=compute, max_num_seqs=batch_size, max_model_len=length),
             device=self.device,
         )
         with _quiet():
@@ -231,7 +238,12 @@ class EngineRunner:
         self.engine_length = 0
         eos = self.config.eos_token_id
         self.stops = self.encode.stops(self.config) if eos is not None else self.encode.stops(None)
-        self.about = {"device": self.device, "dtype": compute, "chat": self.encode.chat, "recipe_hash": self.recipe.hash}
+        self.about = {
+            "device": self.device,
+            "dtype": compute,
+            "chat": self.encode.chat,
+            "recipe_hash": self.recipe.hash,
+        }
 
     def limit(self) -> int:
         return int(self.config.max_position_embeddings)
@@ -326,9 +338,13 @@ def _model_errors(form: LocalForm) -> Iterator[None]:
     try:
         yield
     except FloatingPointError:
-        raise TracefpError(f"{form.text}: its logits are not finite; are the weights damaged, or the dtype too narrow?") from None
+        raise TracefpError(
+            f"{form.text}: its logits are not finite; are the weights damaged, or the dtype too narrow?"
+        ) from None
     except torch.OutOfMemoryError as error:
-        raise TracefpError(f"{form.text} does not fit the device's memory: lower --batch-size or --max-new-tokens") from error
+        raise TracefpError(
+            f"{form.text} does not fit the device's memory: lower --batch-size or --max-new-tokens"
+        ) from error
 
 
 def _one_line(error: BaseException) -> str:

@@ -96,8 +96,8 @@ def _verdict(facts: dict[str, Any]) -> dict[str, Any]:
 def _difference_sentence(facts: dict[str, Any]) -> str:
     d = facts["difference"]
     return (
-        f"Of 100 answers, the serving form gets {_fewer(d['value'])} right than the training form. With other inquiries of "
-        f"this kind the figure would be from {_fewer(d['low'])} to {_fewer(d['high'])}, with "
+        f"Of 100 answers, the serving form gets {_fewer(d['value'])} right than the training form. With other "
+        f"inquiries of this kind the figure would be from {_fewer(d['low'])} to {_fewer(d['high'])}, with "
         f"{_percent(facts['confidence'], 3)} confidence."
     )
 
@@ -155,7 +155,9 @@ def _picture(facts: dict[str, Any]) -> Markup:
         tag("path", d=f"M{x(value)} {middle - 12}V{middle + 12}", class_="value"),
         tag("text", "right answers of 100, serving minus training", x=WIDTH // 2, y=HEIGHT - 8, text_anchor="middle"),
     ]
-    return tag("svg", *parts, class_="interval", viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_labelledby="interval-title")
+    return tag(
+        "svg", *parts, class_="interval", viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_labelledby="interval-title"
+    )
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
@@ -178,8 +180,8 @@ def _pairs_note(facts: dict[str, Any]) -> str:
     note = "Counts of answer pairs to one inquiry"
     note += f" and seed, {k} for each inquiry." if k > 1 else "."
     return note + (
-        " Lost and gained answers partly cancel: a small change of the numbers makes some answers right by chance and others "
-        "wrong. The difference above is what remains."
+        " Lost and gained answers partly cancel: a small change of the numbers makes some answers right by chance "
+        "and others wrong. The difference above is what remains."
     )
 
 
@@ -191,7 +193,10 @@ def _other(facts: dict[str, Any]) -> list[tuple[str, ...]]:
         ("cut off at the limit of tokens", [str(f["cut_at_limit"]) for f in forms]),
         ("empty answers", [str(f["empty"]) for f in forms]),
         ("tokens per second", [_or_dash(f["tokens_per_second"], "{:,.0f}") for f in forms]),
-        ("seconds of an answer: middle, slowest 5 %", [f"{f['seconds_median']:.2f}, {f['seconds_p95']:.2f}" for f in forms]),
+        (
+            "seconds of an answer: middle, slowest 5 %",
+            [f"{f['seconds_median']:.2f}, {f['seconds_p95']:.2f}" for f in forms],
+        ),
         ("ran as", [_ran_as(facts["about"].get(side, {})) for side in SIDES]),
     ]
     return [(text, *cells) for text, cells in rows]
@@ -202,7 +207,11 @@ def _ran_as(about: dict[str, Any]) -> str:
         return f"server, {about['concurrency']} requests at a time" + (
             f", {about['retried']} tried again" if about.get("retried") else ""
         )
-    parts = [about.get("device", ""), about.get("dtype", ""), f"batches of {about['batch_size']}" if "batch_size" in about else ""]
+    parts = [
+        about.get("device", ""),
+        about.get("dtype", ""),
+        f"batches of {about['batch_size']}" if "batch_size" in about else "",
+    ]
     rounded = about.get("rounded")
     if rounded:
         parts.append(f"{_percent(rounded['share_of_weights'])} of weights in 4 bits")
@@ -218,8 +227,8 @@ def _distance(found: dict[str, Any]) -> list[str]:
         return [f"Token by token the forms could not be compared: {found['reason']}."]
     how = "each form was given the other's answers" if found["how"] == FORCED else f"over {found['how']}"
     return [
-        f"Token by token ({how}; {found['tokens']:,} tokens of {found['answers']:,} answers), the log-probability differs by "
-        f"{number(found['mean_abs'])} on average and {number(found['p99_abs'])} at the largest 1 %; for "
+        f"Token by token ({how}; {found['tokens']:,} tokens of {found['answers']:,} answers), the log-probability "
+        f"differs by {number(found['mean_abs'])} on average and {number(found['p99_abs'])} at the largest 1 %; for "
         f"{_percent(found['share_beyond_factor_2'])} of tokens the probability differs by more than a factor of 2."
     ]
 
@@ -229,13 +238,17 @@ def _missing(facts: dict[str, Any]) -> list[str]:
     found = facts["inquiries"]
     if found["missing"]:
         count = _plural(found["missing"], "inquiry is", "inquiries are")
-        lines.append(f"{count} not compared, because an answer or its check is missing; neither counted as right nor as wrong.")
+        lines.append(
+            f"{count} not compared, because an answer or its check is missing; neither counted as right nor as wrong."
+        )
     for side, name in ((TRAIN, "Training"), (SERVE, "Serving")):
         form = facts["forms"][side]
         for what, reasons in (("no answer", form["failures"]), ("not checked", form["unchecked"])):
             lines += [f"{name} form, {what}, {count} times: {reason}" for reason, count in reasons.items()]
     if found["left_out"]:
-        lines.append(f"{_plural(len(found['left_out']), 'row', 'rows')} of the file could not be used and were left out:")
+        lines.append(
+            f"{_plural(len(found['left_out']), 'row', 'rows')} of the file could not be used and were left out:"
+        )
         lines += found["left_out"][:20]
         if len(found["left_out"]) > 20:
             lines.append(f"and {len(found['left_out']) - 20} more, in gap.json")
@@ -245,8 +258,10 @@ def _missing(facts: dict[str, Any]) -> list[str]:
 def _how(facts: dict[str, Any]) -> list[tuple[str, str]]:
     s, versions, hardware = facts["settings"], facts["versions"], facts["hardware"]
     checks = ", ".join(f"{kind} ({count:,})" for kind, count in facts["inquiries"]["checks"].items())
-    drawn = "the likeliest token each time" if s["--temperature"] == 0 else (
-        f"drawn at temperature {s['--temperature']:g}, top-p {s['--top-p']:g}, seed {s['--seed']}"
+    drawn = (
+        "the likeliest token each time"
+        if s["--temperature"] == 0
+        else (f"drawn at temperature {s['--temperature']:g}, top-p {s['--top-p']:g}, seed {s['--seed']}")
     )
     rows = [
         ("inquiries", f"{facts['inquiries']['file']}, SHA-256 {facts['inquiries']['sha256'][:16]}"),
@@ -272,7 +287,9 @@ def _flip(flip: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
     return {
         "outcome": flip["outcome"],
         "heading": f"{what}: {flip['id']}{sample}",
-        "messages": [{"role": _ROLES.get(m["role"], m["role"]), "content": _cut(m["content"])} for m in flip["messages"]],
+        "messages": [
+            {"role": _ROLES.get(m["role"], m["role"]), "content": _cut(m["content"])} for m in flip["messages"]
+        ],
         "expected": _expected(flip),
         **{side: {"text": _cut(flip[side]["text"]) or "(empty)", "note": _noted(flip[side]["note"])} for side in SIDES},
     }

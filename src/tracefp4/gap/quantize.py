@@ -1,4 +1,4 @@
-"""Rounds the linear layers of any transformers model to a four-bit format, as a weight-only or a W4A4 deployment does."""
+"""Rounds the linear layers of any transformers model to a four-bit format, as weight-only and W4A4 deployments do."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tracefp4.errors import TracefpError
@@ -15,7 +16,7 @@ from tracefp4.recipe import quantize_expert_weights
 
 @dataclass
 class Rounded:
-    """What was rounded: numbers of layers and weights; skipped: names of layers whose width is no multiple of a block."""
+    """What was rounded: numbers of layers and weights; skipped: layers whose width is no multiple of a block."""
 
     layers: int = 0
     weights: int = 0
@@ -24,7 +25,7 @@ class Rounded:
 
 
 @torch.no_grad()
-def quantize_linears(model: nn.Module, weights: str, activations: str | None) -> Rounded:
+def quantize_linears(model: PreTrainedModel, weights: str, activations: str | None) -> Rounded:
     """Rounds in place the weights of all linear layers but the output head; hooks round their inputs where
     ``activations`` names a format, with one encode scale a token.
 
@@ -33,7 +34,7 @@ def quantize_linears(model: nn.Module, weights: str, activations: str | None) ->
     ``activations`` on stacked experts, whose inner input no hook reaches.
     """
     fmt = get_format(weights)
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = model.get_output_embeddings()
     done = Rounded(all_weights=sum(p.numel() for p in model.parameters()))
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | Conv1D) and module is not head:
@@ -70,8 +71,8 @@ def _round_experts(name: str, module: nn.Module, weights: str, activations: str 
             continue
         if activations:
             raise TracefpError(
-                f"the experts {name} are stacked, and the input of their down-projection cannot be rounded from outside: "
-                f"use @{weights} (weights alone), or @engine:{weights} for a Qwen3-MoE"
+                f"the experts {name} are stacked, and the input of their down-projection cannot be rounded from "
+                f"outside: use @{weights} (weights alone), or @engine:{weights} for a Qwen3-MoE"
             )
         if parameter.shape[-1] % fmt.block_size:
             done.skipped.append(f"{name}.{key}")

@@ -6,7 +6,6 @@ import gc
 import hashlib
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,8 +34,8 @@ PILOT = 4
 class GapOptions:
     """How the forms are run; none of it changes what they are asked.
 
-    batch_size: answers decoded together here. concurrency, timeout, retries: of endpoints. logprobs: answers of each form
-    whose tokens are compared.
+    batch_size: answers decoded together here. concurrency, timeout, retries: of endpoints. logprobs: answers of each
+    form whose tokens are compared.
     """
 
     device: str = "auto"
@@ -74,8 +73,8 @@ def gap(
 ) -> dict[str, Any]:
     """Runs the check, writes the folder ``out`` and returns the content of its gap.json.
 
-    resume: go on with an interrupted check, asking again what failed; overwrite: replace it; recheck: mark all answers anew.
-    Raises TracefpError for what the user can mend; answers that were had by then are kept.
+    resume: go on with an interrupted check, asking again what failed; overwrite: replace it; recheck: mark all answers
+    anew. Raises TracefpError for what the user can mend; answers that were had by then are kept.
     """
     out = Path(out)
     check = _Check(request, out)
@@ -120,7 +119,7 @@ class _Check:
         self.folder.replace(FLIPS, flips)
         write_json_atomic(self.out / GAP, facts)
         page = render(facts, flips).encode("utf-8")
-        write_atomic(self.out / REPORT, lambda file: file.write(page))  # type: ignore[arg-type,return-value]
+        write_atomic(self.out / REPORT, lambda file: file.write(page))  # type: ignore[arg-type]
         return facts
 
     # -- before ------------------------------------------------------------------------------------------------------
@@ -175,7 +174,7 @@ class _Check:
         batches = [b for b in backend.batches(self.request.jobs) if any(job.key in missing for job in b)]
         total = sum(map(len, batches))
         label = f"{side} form"
-        with progress(total, label, every=max(1, -(-total // 20)), unit="answer") as bar:
+        with progress(total, label, every=max(1, -(-total // 10)), unit="answer") as bar:
             failed = 0
 
             def keep(found: Found, seconds: float) -> None:
@@ -221,7 +220,7 @@ class _Check:
     # -- log-probs ---------------------------------------------------------------------------------------------------
 
     def _to_score(self, side: str) -> list[tuple[Job, Answer]]:
-        """Answers of a side to be scored by the other: spread over the file, with log-probs of their own, not scored yet."""
+        """Answers of a side that the other is to score: spread over the file, with log-probs, not scored yet."""
         limit = self.request.options.logprobs
         if not limit:
             return []
@@ -241,7 +240,9 @@ class _Check:
         items = self._to_score(other)
         if not items:
             return
-        with progress(len(items), f"log-probs by the {side} form", every=max(1, -(-len(items) // 4)), unit="answer") as bar:
+        with progress(
+            len(items), f"log-probs by the {side} form", every=max(1, -(-len(items) // 4)), unit="answer"
+        ) as bar:
             for job, ids, own, scored in backend.score(items):
                 line = {"answers_of": other, "id": job.id, "sample": job.sample, "token_ids": ids, "own": own}
                 self.folder.append(SCORES, [line | {"other": [round(value, 6) for value in scored]}])

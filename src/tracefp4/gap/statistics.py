@@ -149,7 +149,7 @@ def inquiries_needed(
 
     None where the drop seen is so near to ``max_drop`` that ``MOST_INQUIRIES`` would not do.
     """
-    n, k = train.shape
+    k = train.shape[1]
     each = (serve.astype(np.float64) - train).mean(1)
     z = normal_quantile(confidence) + NormalDist().inv_cdf(POWER)
     if k > 1 and (each != 0).sum() >= ENOUGH:
