@@ -7,16 +7,18 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "tracefp4"
 
-LEAVES = {"types", "config", "errors", "files", "signals"}
+LEAVES = {"types", "config", "config_problems", "errors", "files", "signals", "terminal"}
 CORE = LEAVES | {"formats", "kernels", "recipe"}
 
 ALLOWED: dict[str, set[str]] = {
     "__init__": set(),
     "types": LEAVES,
     "config": LEAVES,
+    "config_problems": LEAVES,
     "errors": LEAVES,
     "files": LEAVES,
     "signals": LEAVES,
+    "terminal": LEAVES,
     "saves": LEAVES,
     "formats": LEAVES,
     "kernels": LEAVES | {"formats"},

@@ -37,21 +37,25 @@ class SaveSizes:
         return states + (2 + 2 * run.keep_best) * self.policy + run.steps * FIGURES_BYTES_PER_STEP
 
 
+Pending = tuple[int, dict[str, float], dict[str, float], list[dict[str, Any]]]
+"""(index, metrics, timing, lines for samples.jsonl) of a step."""
+
+
 @dataclass
 class Position:
     """Where a run stands.
 
-    finished: steps in metrics.jsonl. start: held-out pass rate of the first policy. pending: (index, metrics, timing)
-    of a step that is trained and not yet logged. saved: steps trained when the last state was written.
+    finished: steps in metrics.jsonl. start: held-out pass rate of the first policy. pending: a step that is trained and
+    not yet logged. saved: steps trained when the last state was written.
     """
 
     finished: int = 0
     start: float | None = None
-    pending: tuple[int, dict[str, float], dict[str, float]] | None = None
+    pending: Pending | None = None
     saved: int = 0
 
     @property
-    def unlogged(self) -> tuple[int, dict[str, float], dict[str, float]] | None:
+    def unlogged(self) -> Pending | None:
         """``pending``, unless its step has been logged since."""
         return self.pending if self.pending is not None and self.pending[0] == self.finished else None
 

@@ -48,6 +48,7 @@ class AsyncTrainingRun:
         wait = max(WAIT_FOR_RECORD_SECONDS, config.guidance.wait_seconds)
         self.store = make_store(config.guidance.model_copy(update={"url": payload.guidance_url, "wait_seconds": wait}))
         self.trainer = self.parts.make_trainer(self.store)
+        self.trajectories: list[Trajectory] = []
 
     def begin(self, resumed: bool) -> None:
         """Tells the supervisor where the trainer stands; the rollout starts from there."""
@@ -77,7 +78,7 @@ class AsyncTrainingRun:
         self.channel.send(Want(self.trainer.version))
         received: Groups = self._receive(Groups)
         clock.append(time.perf_counter())
-        trajectories = _numbered(received.groups)
+        self.trajectories = trajectories = _numbered(received.groups)
         metrics = rollout_metrics(trajectories, self.trainer.version)
         metrics |= prompt_lengths([g.trajectories[0].prompt_ids for g in received.groups])
         metrics |= received.counts | _summed(received.groups)

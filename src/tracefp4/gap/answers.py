@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+Key = tuple[str, int]
+"""An answer's place: inquiry id and sample number."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Job:
     sample: int
 
     @property
-    def key(self) -> tuple[str, int]:
+    def key(self) -> Key:
         return self.id, self.sample
 
     def seed(self, run_seed: int) -> int:
@@ -60,6 +63,10 @@ class Answer:
     token_ids: list[int] | None = None
     logprobs: list[float] | None = None
     pieces: list[str] | None = None
+
+    def without_tokens(self) -> Answer:
+        """Without what only a comparison of tokens needs: it is many times the text."""
+        return replace(self, prompt_ids=None, token_ids=None, logprobs=None, pieces=None)
 
     def as_dict(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}

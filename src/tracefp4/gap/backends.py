@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from tracefp4.errors import TracefpError
-from tracefp4.gap.answers import Answer, Failure, Job, Sampling
+from tracefp4.gap.answers import Answer, Failure, Job, Key, Sampling
 from tracefp4.gap.distance import aligned
 from tracefp4.gap.endpoint import Endpoint, ask_for, ask_scores, read_answer, read_scores
 from tracefp4.gap.forms import EndpointForm, Form, LocalForm
@@ -115,9 +115,9 @@ class EndpointBackend:
         concurrency: int,
         timeout: float,
         retries: int,
-        logprobs: bool,
+        scored: frozenset[Key],
     ) -> None:
-        self.inquiries, self.sampling, self.logprobs = inquiries, sampling, logprobs
+        self.inquiries, self.sampling, self.scored = inquiries, sampling, scored
         self.endpoint = Endpoint(form, concurrency, timeout, retries)
         self.about: dict[str, Any] = {"server": form.url, "model": form.model, "concurrency": concurrency}
 
@@ -127,7 +127,7 @@ class EndpointBackend:
     def answer(self, batches: Iterable[Sequence[Job]], keep: OnAnswers) -> None:
         jobs = [job for batch in batches for job in batch]
         asks = (
-            ask_for(self.inquiries[j.inquiry].messages, self.sampling, j.seed(self.sampling.seed), self.logprobs)
+            ask_for(self.inquiries[j.inquiry].messages, self.sampling, j.seed(self.sampling.seed), j.key in self.scored)
             for j in jobs
         )
 
@@ -169,10 +169,13 @@ class EndpointBackend:
                 return
 
 
-def make_backend(form: Form, inquiries: Sequence[Inquiry], sampling: Sampling, options: Any) -> Backend:
-    """options: a ``tracefp4.gap.run.GapOptions``. Raises TracefpError where the form cannot be loaded or reached."""
+def make_backend(
+    form: Form, inquiries: Sequence[Inquiry], sampling: Sampling, options: Any, scored: frozenset[Key]
+) -> Backend:
+    """options: a ``tracefp4.gap.run.GapOptions``; scored: answers whose log-probs are wanted.
+
+    Raises TracefpError where the form cannot be loaded, or a key is not set.
+    """
     if isinstance(form, LocalForm):
         return LocalBackend(form, inquiries, sampling, options.device, options.dtype, options.batch_size)
-    return EndpointBackend(
-        form, inquiries, sampling, options.concurrency, options.timeout, options.retries, options.logprobs > 0
-    )
+    return EndpointBackend(form, inquiries, sampling, options.concurrency, options.timeout, options.retries, scored)

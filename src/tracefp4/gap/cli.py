@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +13,7 @@ from typer.core import TyperCommand
 
 from tracefp4 import signals
 from tracefp4.errors import TracefpError
+from tracefp4.terminal import say
 
 if TYPE_CHECKING:
     from tracefp4.gap.run import GapRequest
@@ -108,7 +108,7 @@ def gap(
                 request, out, dry_run=dry_run, resume=resume, overwrite=overwrite, recheck=recheck, as_json=as_json
             )
     except signals.Stopped as stop:
-        _say(f"stopped by {stop}; go on with the same command and --resume", error=True)
+        say(f"stopped by {stop}; go on with the same command and --resume", sys.stderr)
         raise SystemExit(stop.exit_code) from None
     except TracefpError as error:
         raise _as_user_error(error) from None
@@ -197,7 +197,7 @@ def _run(
     expected = estimate(request, had)
     if not (dry_run and as_json):
         for line in [*request.file.notices, *estimate_lines(expected)]:
-            _say(line, error=not dry_run)
+            say(line, None if dry_run else sys.stderr)
     if dry_run:
         if as_json:
             print(json.dumps(expected, indent=2))
@@ -207,7 +207,7 @@ def _run(
         print(json.dumps(facts, indent=2, sort_keys=True))
     else:
         for line in summary(facts, out):
-            _say(line)
+            say(line)
     return int(facts["gate"]["exit_code"]) if facts["gate"] else 0
 
 
@@ -247,8 +247,3 @@ def summary(facts: dict[str, Any], out: Path) -> list[str]:
 def _as_user_error(error: TracefpError) -> TracefpError:
     error.exit_code = USER_ERROR
     return error
-
-
-def _say(line: str, error: bool = False) -> None:
-    with suppress(OSError):
-        print(line, file=sys.stderr if error else sys.stdout, flush=True)

@@ -69,7 +69,7 @@ class Endpoint:
         return f"Endpoint({self.form.text})"
 
     def run(self, asks: Iterable[Ask], done: Callable[[int, dict[str, Any] | Failure, float], None]) -> None:
-        """Sends all; calls ``done`` with each one's number, its JSON object or why there is none, and its seconds.
+        """Sends all; calls ``done`` with each one's number, its JSON object or a Failure, and the last try's seconds.
 
         ``done`` runs in this thread, in the order of completion, between two requests: it may write to disk. Raises
         TracefpError for what no request can succeed with, and once ``HOPELESS`` in a row have failed.
@@ -83,9 +83,8 @@ class Endpoint:
 
         async def work() -> None:
             for number, ask in feed:  # shared by all workers: each takes the next
-                started = time.perf_counter()
-                found = await self._with_retries(client, ask)
-                done(number, found, time.perf_counter() - started)
+                found, seconds = await self._with_retries(client, ask)
+                done(number, found, seconds)
                 self._watch(found)
 
         async with self._client() as client:
@@ -118,18 +117,20 @@ class Endpoint:
                 "server answers again, go on with --resume"
             )
 
-    async def _with_retries(self, client: httpx.AsyncClient, ask: Ask) -> dict[str, Any] | Failure:
+    async def _with_retries(self, client: httpx.AsyncClient, ask: Ask) -> tuple[dict[str, Any] | Failure, float]:
+        """(what came of it, seconds of the last try)."""
         wait = FIRST_WAIT
         for attempt in range(self.retries + 1):
+            started = time.perf_counter()
             try:
-                return await self._send(client, ask)
+                return await self._send(client, ask), time.perf_counter() - started
             except _Refused as error:
                 self._check_common(error)
                 if not error.retry:
-                    return Failure(str(error), final=error.status in (400, 413, 422))
+                    return Failure(str(error), final=error.status in (400, 413, 422)), time.perf_counter() - started
                 if attempt == self.retries:
                     tries = f" ({attempt + 1} tries)" if attempt else ""
-                    return Failure(str(error) + tries)
+                    return Failure(str(error) + tries), time.perf_counter() - started
                 self.retried += 1
                 asked = error.retry_after
                 await self._sleep(wait * random.uniform(0.75, 1.25) if asked is None else min(asked, LONGEST_ASKED))

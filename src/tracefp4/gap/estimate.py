@@ -86,7 +86,8 @@ def _priced(form: EndpointForm, calls: int, read: int, written: int) -> dict[str
 
 def estimate_lines(found: dict[str, Any]) -> list[str]:
     """The estimate as lines to print."""
-    lines = [f"{found['inquiries']:,} inquiries, {found['samples']} answer(s) of each form to each"]
+    samples = found["samples"]
+    lines = [f"{found['inquiries']:,} inquiries, {samples} answer{'s' * (samples > 1)} to each by each form"]
     for name, part in [(f"{side} form", found["sides"][side]) for side in SIDES] + [("judge", found["judge"])]:
         if part is None:
             continue

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tracefp4.align.passrate import pass_rates
-from tracefp4.gap.answers import Answer, Failure, Job
+from tracefp4.gap.answers import Answer, Failure, Job, Key
 from tracefp4.gap.distance import ALIKE, FORCED, alike, distance_figures
-from tracefp4.gap.folder import SERVE, SIDES, TRAIN, GapFolder, Key
+from tracefp4.gap.folder import SERVE, SIDES, TRAIN, GapFolder
 from tracefp4.gap.gate import Passed, decide
 from tracefp4.gap.inquiries import Inquiry
 from tracefp4.gap.statistics import mcnemar, paired

@@ -21,7 +21,7 @@ from typing import Any
 
 from tracefp4.errors import TracefpError
 from tracefp4.files import LOCK, append_text, storage_errors, sweep_files, warn, write_text_atomic
-from tracefp4.gap.answers import Answer, Failure
+from tracefp4.gap.answers import Answer, Failure, Key
 from tracefp4.gap.checks import Mark
 from tracefp4.report import RunFolderError, provenance, write_json_atomic
 from tracefp4.report.provenance import append_resume
@@ -37,7 +37,6 @@ GAP, MARKS, SCORES, TIMING, FLIPS, REPORT = (
 TRAIN, SERVE = "train", "serve"
 SIDES = (TRAIN, SERVE)
 
-Key = tuple[str, int]
 Line = dict[str, Any]
 
 

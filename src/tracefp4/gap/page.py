@@ -23,7 +23,7 @@ from tracefp4.report.svg import tag
 
 SHOWN_FLIPS = 100
 LONGEST_TEXT = 6000
-WIDTH, HEIGHT, LEFT, RIGHT = 520, 130, 24, 24
+WIDTH, HEIGHT, LEFT, RIGHT = 360, 130, 18, 18
 
 _METHODS = {
     SCORE: "score interval for paired proportions (Tango) with continuity correction",
@@ -132,7 +132,7 @@ def _picture(facts: dict[str, Any]) -> Markup:
     d, gate = facts["difference"], facts["gate"]
     low, value, high = (100 * d[key] for key in ("low", "value", "high"))
     limit = None if gate is None else -100 * gate["max_drop"]
-    axis = linear_axis(np.array([low, high, 0.0, *([] if limit is None else [1.2 * limit])]), ticks=5)
+    axis = linear_axis(np.array([low, high, 0.0, *([] if limit is None else [1.2 * limit])]), ticks=4)
 
     def x(point: float) -> float:
         return round(LEFT + float(axis.place(np.array([point]))[0]) * (WIDTH - LEFT - RIGHT), 1)
@@ -194,7 +194,7 @@ def _other(facts: dict[str, Any]) -> list[tuple[str, ...]]:
         ("empty answers", [str(f["empty"]) for f in forms]),
         ("tokens per second", [_or_dash(f["tokens_per_second"], "{:,.0f}") for f in forms]),
         (
-            "seconds of an answer: middle, slowest 5 %",
+            "seconds of an answer: middle, slowest 5\u00a0%",
             [f"{f['seconds_median']:.2f}, {f['seconds_p95']:.2f}" for f in forms],
         ),
         ("ran as", [_ran_as(facts["about"].get(side, {})) for side in SIDES]),
@@ -228,7 +228,7 @@ def _distance(found: dict[str, Any]) -> list[str]:
     how = "each form was given the other's answers" if found["how"] == FORCED else f"over {found['how']}"
     return [
         f"Token by token ({how}; {found['tokens']:,} tokens of {found['answers']:,} answers), the log-probability "
-        f"differs by {number(found['mean_abs'])} on average and {number(found['p99_abs'])} at the largest 1 %; for "
+        f"differs by {number(found['mean_abs'])} on average and {number(found['p99_abs'])} at the top 1\u00a0%; for "
         f"{_percent(found['share_beyond_factor_2'])} of tokens the probability differs by more than a factor of 2."
     ]
 
@@ -320,7 +320,7 @@ def _cut(text: str) -> str:
 
 def _percent(share: float, digits: int = 0) -> str:
     """'87.5 %'; with digits, as many significant ones: '95 %'."""
-    return f"{100 * share:.{digits}g} %" if digits else f"{100 * share:.1f} %"
+    return f"{100 * share:.{digits}g}\u00a0%" if digits else f"{100 * share:.1f}\u00a0%"
 
 
 def _or_dash(value: float | None, form: str) -> str:

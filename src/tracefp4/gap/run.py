@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tracefp4.files import folder_lock
-from tracefp4.gap.answers import Answer, Failure, Job, Sampling
+from tracefp4.gap.answers import Answer, Failure, Job, Key, Sampling
 from tracefp4.gap.backends import Backend, Found, make_backend
 from tracefp4.gap.checks import Markers, mark_all
 from tracefp4.gap.endpoint import Endpoint
@@ -67,6 +67,12 @@ class GapRequest:
     def jobs(self) -> list[Job]:
         return [Job(i, q.id, s) for i, q in enumerate(self.file.inquiries) for s in range(self.sampling.samples)]
 
+    @property
+    def scored(self) -> frozenset[Key]:
+        """The answers whose tokens are compared, spread over the file."""
+        jobs, limit = self.jobs, self.options.logprobs
+        return frozenset(job.key for job in jobs[:: max(1, -(-len(jobs) // limit))]) if limit else frozenset()
+
 
 def gap(
     request: GapRequest, out: str | Path, *, resume: bool = False, overwrite: bool = False, recheck: bool = False
@@ -89,6 +95,7 @@ class _Check:
     def __init__(self, request: GapRequest, out: Path) -> None:
         self.request, self.out = request, out
         self.inquiries: list[Inquiry] = request.file.inquiries
+        self.scored = request.scored
         self.folder = GapFolder(out)
         self.about: dict[str, dict[str, Any]] = {}
         o = request.options
@@ -165,11 +172,12 @@ class _Check:
 
     def _backend(self, side: str) -> Backend:
         gc.collect()  # the other form's weights
-        backend = make_backend(self.request.form(side), self.inquiries, self.request.sampling, self.request.options)
+        r = self.request
+        backend = make_backend(r.form(side), self.inquiries, r.sampling, r.options, self.scored)
         self.about[side] = self.about.get(side, {}) | backend.about
         return backend
 
-    def _answer(self, side: str, backend: Backend, missing: set[tuple[str, int]]) -> None:
+    def _answer(self, side: str, backend: Backend, missing: set[Key]) -> None:
         # Batches of all jobs, not of those missing: a resumed check then decodes the very batches of an unbroken one.
         batches = [b for b in backend.batches(self.request.jobs) if any(job.key in missing for job in b)]
         total = sum(map(len, batches))
@@ -179,7 +187,7 @@ class _Check:
 
             def keep(found: Found, seconds: float) -> None:
                 nonlocal failed
-                self.folder.add_answers(side, [(job.key, answer) for job, answer in found])
+                self.folder.add_answers(side, [(job.key, self._kept(job, answer)) for job, answer in found])
                 failed += sum(isinstance(answer, Failure) for _, answer in found)
                 for _ in found:
                     bar.step(**({"failed": failed} if failed else {}))
@@ -195,6 +203,9 @@ class _Check:
                         self.folder.append(TIMING, [line | {"tokens": self._tokens(side) - tokens}])
                     self.about[side] |= backend.about
                     self._mark(side)  # a check that is broken shows after the first answers, not after the last
+
+    def _kept(self, job: Job, answer: Answer | Failure) -> Answer | Failure:
+        return answer if isinstance(answer, Failure) or job.key in self.scored else answer.without_tokens()
 
     def _tokens(self, side: str) -> int:
         return sum(a.tokens or 0 for a in self.folder.answers(side).values() if isinstance(a, Answer))
@@ -220,15 +231,12 @@ class _Check:
     # -- log-probs ---------------------------------------------------------------------------------------------------
 
     def _to_score(self, side: str) -> list[tuple[Job, Answer]]:
-        """Answers of a side that the other is to score: spread over the file, with log-probs, not scored yet."""
-        limit = self.request.options.logprobs
-        if not limit:
+        """Answers of a side that the other is to score and has not."""
+        if not self.scored:
             return []
-        answers = self.folder.answers(side)
-        able = [(job, a) for job in self.request.jobs if isinstance(a := answers.get(job.key), Answer) and a.logprobs]
-        chosen = able[:: max(1, -(-len(able) // limit))][:limit]
-        have = self.folder.scores(side)
-        return [(job, answer) for job, answer in chosen if job.key not in have]
+        answers, have = self.folder.answers(side), self.folder.scores(side)
+        jobs = [job for job in self.request.jobs if job.key in self.scored and job.key not in have]
+        return [(job, a) for job in jobs if isinstance(a := answers.get(job.key), Answer) and a.logprobs]
 
     def _can_score(self, side: str) -> bool:
         form = self.request.form(side)

@@ -50,7 +50,8 @@ class LoopConfig(StrictModel):
     threads: of torch, 0 leaves its choice. save_every: write the policy to checkpoint/ every n-th step as well as at
     the end, each time in place of the last. state_every: write what a resumed run needs every n-th step, 0 never;
     keep_states: how many of them stay. keep_best: 1 keeps the policy of the best held-out pass rate in
-    checkpoint-best/, by the evaluations of eval_every and the last one.
+    checkpoint-best/, by the evaluations of eval_every and the last one. sample_responses: responses, spread over the
+    groups, that are written to samples.jsonl every sample_every-th step; 0 of either writes none.
 
     asynchronous: rollout and trainer run at the same time, as processes of their own. max_lag: most policy versions
     that a token may lag behind the trainer that learns from it; 0 is on-policy. on_stale: "wait" for responses that
@@ -68,6 +69,8 @@ class LoopConfig(StrictModel):
     state_every: int = Field(10, ge=0)
     keep_states: int = Field(2, ge=1)
     keep_best: int = Field(0, ge=0, le=1)
+    sample_every: int = Field(10, ge=0)
+    sample_responses: int = Field(4, ge=0)
     asynchronous: bool = False
     max_lag: int = Field(3, ge=0)
     on_stale: Literal["wait", "drop"] = "wait"

@@ -95,8 +95,9 @@ class Parts:
         kept = [(p, ids) for p in prompts if (ids := self.encoder.encode(p)) is not None]
         if not kept:
             raise TracefpError(
-                f"every prompt exceeds {self.encoder.max_prompt_tokens} tokens: raise rollout.max_model_len, and "
-                "sampling.max_prompt_tokens where it is set"
+                f"every prompt exceeds {self.encoder.max_prompt_tokens} tokens (the shortest has "
+                f"{self.encoder.shortest_dropped}): raise rollout.max_model_len, and sampling.max_prompt_tokens where "
+                "it is set"
             )
         return [p for p, _ in kept], [ids for _, ids in kept]
 

@@ -4,6 +4,7 @@
                     repr, no wall-clock figure, so equal runs give equal files
     timing.jsonl    the same for wall-clock figures, which never repeat
     events.jsonl    what the watchdogs said, one JSON object per event, see `report.events`
+    samples.jsonl   some responses of every so many steps, one JSON object each, likewise
     config.json     the resolved config          (written by the command line)
     final.json      the summary of the whole run (written by the command line, unless the loop did)
     run.json        commit, versions, hardware   (written by the loop)
@@ -30,9 +31,9 @@ from typing import Any
 from tracefp4.files import LOCK, StorageError, append_text, reason, storage_errors, warn, write_text_atomic
 
 METRICS, TIMING, CONFIG, FINAL = "metrics.jsonl", "timing.jsonl", "config.json", "final.json"
-EVENTS, RUN = "events.jsonl", "run.json"
+EVENTS, SAMPLES, RUN = "events.jsonl", "samples.jsonl", "run.json"
 _FOLDERS = ("checkpoint", "checkpoint-best", "states", "tensorboard", "guidance", "weights")
-_OURS = frozenset({METRICS, TIMING, EVENTS, CONFIG, FINAL, RUN, LOCK, *_FOLDERS})
+_OURS = frozenset({METRICS, TIMING, EVENTS, SAMPLES, CONFIG, FINAL, RUN, LOCK, *_FOLDERS})
 
 
 class RunFolderError(StorageError):
