@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 FORMS = "nvfp4,nvfp4-w4a4"
 MAX_NEW_TOKENS = 40  # twice the longest right answer of answers.jsonl
 ANSWERED = (0, 1, 2)  # the gate passed, failed, could not tell; anything else is an error or a signal
-USER_ERROR = 64
+USER_ERROR, INTERRUPTED = 64, 130
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,7 +55,12 @@ def gap(checkpoint: Path, form: str, out: Path, options: argparse.Namespace) -> 
     if out.exists():
         command.append("--resume")
     # The file's checks of kind python name checks.py, beside it.
-    return subprocess.run(command, cwd=HERE).returncode
+    with subprocess.Popen(command, cwd=HERE) as running:
+        try:
+            return running.wait()
+        except KeyboardInterrupt:  # the command got it too, and keeps what it has
+            running.wait()
+            return INTERRUPTED
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
