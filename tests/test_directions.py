@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "report": LEAVES,
     "assets": LEAVES | {"tasks"},
     "loop": CORE | {"guidance", "nn", "rollout", "train", "methods", "tasks", "align", "report", "assets", "saves"},
-    "asynchronous": CORE | {"guidance", "loop", "report", "tasks", "train", "rollout", "saves"},
+    "asynchronous": CORE | {"guidance", "loop", "report", "tasks", "train", "rollout", "saves", "align"},
     "bench": CORE | {"guidance", "nn"},
     "compare": LEAVES | {"report"},
     "evaluate": CORE | {"guidance", "nn", "rollout", "methods", "tasks", "align", "report", "loop", "saves"},

@@ -48,14 +48,21 @@ def main(argv: list[str] | None = None) -> int:
 def gap(checkpoint: Path, form: str, out: Path, options: argparse.Namespace) -> int:
     """Runs the command on one form; its exit code."""
     command = [sys.executable, "-m", "tracefp4", "gap", "--train-form", str(checkpoint)]
-    command += ["--serve-form", f"{checkpoint}@{form}", "--inquiries", "inquiries.jsonl", "--allow-code"]
-    command += ["--max-new-tokens", str(MAX_NEW_TOKENS), "--max-drop", options.max_drop, "--out", str(out)]
+    command += ["--serve-form", f"{checkpoint}@{form}", "--inquiries", str(HERE / "inquiries.jsonl")]
+    command += [
+        "--allow-code",
+        "--max-new-tokens",
+        str(MAX_NEW_TOKENS),
+        "--max-drop",
+        options.max_drop,
+        "--out",
+        str(out),
+    ]
     if options.limit:
         command += ["--limit", str(options.limit)]
     if out.exists():
         command.append("--resume")
-    # The file's checks of kind python name checks.py, beside it.
-    with subprocess.Popen(command, cwd=HERE) as running:
+    with subprocess.Popen(command) as running:
         try:
             return running.wait()
         except KeyboardInterrupt:  # the command got it too, and keeps what it has

@@ -148,6 +148,16 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
+def same_disk(a: Path, b: Path) -> bool:
+    """Whether two paths, which need not exist yet, are or would be on one file system."""
+    devices = set()
+    for path in (a.absolute(), b.absolute()):
+        while not path.exists():
+            path = path.parent
+        devices.add(path.stat().st_dev)
+    return len(devices) == 1
+
+
 def size_of(path: Path) -> int:
     """Bytes of all files below a folder; 0 where there is no folder."""
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

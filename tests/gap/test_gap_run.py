@@ -136,22 +136,22 @@ def test_failed_requests_are_neither_right_nor_wrong_and_are_asked_again(tmp_pat
         number = int(body["messages"][-1]["content"].split()[-1])
         return Bad(500, b"oops") if broken[0] and number % 4 == 0 and body["model"] == "s" else "right"
 
-    rows = [{"id": f"q{i}", "prompt": f"Say {i}", "answer": "right", "check": "exact"} for i in range(160)]
+    rows = [{"id": f"q{i}", "prompt": f"Say {i}", "answer": "right", "check": "exact"} for i in range(100)]
     with fake_server(script) as server:
         asked = request(
             f"{server.url}?model=t", f"{server.url}?model=s", inquiries(tmp_path, *rows), Sampling(), gate=Gate(0.1)
         )
         facts = gap(asked, tmp_path / "out")
-        assert facts["inquiries"]["missing"] == 40
+        assert facts["inquiries"]["missing"] == 25
         assert facts["difference"]["value"] == 0
         assert facts["gate"]["verdict"] == "undecided"
         assert "lack an answer" in facts["gate"]["reason"]
-        assert facts["forms"]["serve"]["failures"] == {"HTTP 500: oops": 40}
+        assert facts["forms"]["serve"]["failures"] == {"HTTP 500: oops": 25}
         assert "HTTP 500: oops" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
         broken[0] = False
         before = len(server.requests)
         facts = gap(asked, tmp_path / "out", resume=True)
-        assert len(server.requests) == before + 40
+        assert len(server.requests) == before + 25
     assert facts["inquiries"]["missing"] == 0
     assert facts["gate"]["verdict"] == "pass"
 
@@ -260,10 +260,10 @@ def test_all_kinds_of_checks_in_one_file(tmp_path: Path) -> None:
         ({"kind": "contains", "mode": "none"}, ["red"], "blue", "Red"),
         ("numeric", 12, "It is 12.", "It is 13."),
         ("numeric", [12, 13], "It is 13.", "It is 14."),
-        ("math", "1/2", "\\boxed{0.5}", "\\boxed{0.6}"),
-        ({"kind": "regex", "pattern": "^a+$"}, None, "aaa", "aab"),
-        ({"kind": "regex", "pattern": "b"}, None, "aab", "aaa"),
-        ("regex", "c.t", "a cat", "a dog"),
+        ({"kind": "math", "workers": 1}, "1/2", "\\boxed{0.5}", "\\boxed{0.6}"),
+        ({"kind": "regex", "pattern": "^a+$", "workers": 1}, None, "aaa", "aab"),
+        ({"kind": "regex", "pattern": "b", "workers": 1}, None, "aab", "aaa"),
+        ({"kind": "regex", "workers": 1}, "c.t", "a cat", "a dog"),
         ({"kind": "json_schema", "schema": {"required": ["x"]}}, None, '```json\n{"x": 1}\n```', '{"y": 1}'),
         ({"kind": "json_schema", "schema": True}, None, "[1]", "[1"),
         ({"kind": "python", "function": f"{tmp_path}/f.py:long", "pass_at": 2}, None, "x" * 20, "x" * 19),

@@ -11,7 +11,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from tracefp4.tasks.rows import READERS
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 FIELDS = ("id", "prompt", "messages", "system", "answer", "check", "category")
 SHOWN = 5
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8-sig"),
     (codecs.BOM_UTF32_LE, "utf-32"),
@@ -95,6 +96,7 @@ class _Reader:
     """Collects what is wrong with rows while they are read."""
 
     options: ReadOptions
+    folder: Path
     broken: list[str] = field(default_factory=list)
     parsed: dict[str, tuple[CheckSpec, ...]] = field(default_factory=dict)
 
@@ -108,7 +110,7 @@ def read_inquiries(path: str | Path, options: ReadOptions | None = None) -> Inqu
     """
     options, path = options or ReadOptions(), Path(path)
     data = _bytes(path)
-    reader = _Reader(options)
+    reader = _Reader(options, path.parent)
     inquiries: list[Inquiry] = []
     for where, row in _rows(path, data, reader):
         try:
@@ -278,9 +280,9 @@ def _checks(raw: Any, reader: _Reader) -> tuple[CheckSpec, ...]:
         if not reader.options.check:
             raise TracefpError("no check: give the row one, or all rows by --check")
         return reader.options.check
-    key = json.dumps(raw, sort_keys=True, default=str)
+    key = raw if isinstance(raw, str) else json.dumps(raw, sort_keys=True, default=str)
     if key not in reader.parsed:
-        specs = parse_checks(raw)
+        specs = tuple(_located(spec, reader.folder) for spec in parse_checks(raw))
         for spec in specs:
             if spec.kind in RUNS_CODE and not reader.options.allow_code:
                 raise TracefpError(
@@ -288,6 +290,14 @@ def _checks(raw: Any, reader: _Reader) -> tuple[CheckSpec, ...]:
                 )
         reader.parsed[key] = specs
     return reader.parsed[key]
+
+
+def _located(spec: CheckSpec, folder: Path) -> CheckSpec:
+    """With the path of a function's file found from the inquiry file's folder, where it lies there."""
+    place, colon, name = str(getattr(spec.config, "function", None) or "").partition(":")
+    if not place.endswith(".py") or not (folder / place).is_file():
+        return spec
+    return replace(spec, config=spec.config.model_copy(update={"function": f"{folder / place}{colon}{name}"}))
 
 
 def parse_checks(raw: Any) -> tuple[CheckSpec, ...]:
@@ -366,7 +376,7 @@ def _clean(name: str, value: Any) -> str:
         raise TracefpError(f"{name} must be text")
     if not value.strip():
         raise TracefpError(f"{name} is empty")
-    if re.search("[\ud800-\udfff]", value):
+    if _SURROGATE.search(value):
         raise TracefpError(f"{name} holds half of a surrogate pair, which is no character")
     return value
 

@@ -22,7 +22,7 @@ from tracefp4.rollout.sampler import sample
 from tracefp4.tasks.base import Message
 from tracefp4.types import Request, SamplingParams
 
-PACKAGES = {"compressed-tensors": "compressed_tensors", "gguf": "gguf"}
+PACKAGES = {"compressed-tensors": "compressed_tensors", "gguf": "gguf", "accelerate": "accelerate"}
 SCORED_ELEMENTS = 1 << 26
 """Logits of one scoring forward: 256 MiB in FP32."""
 
@@ -94,11 +94,13 @@ class Encoder:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def stops(self, generation: Any) -> list[int]:
-        """Token ids that end an answer: the checkpoint's and the tokenizer's."""
-        eos = getattr(generation, "eos_token_id", None)
-        listed = eos if isinstance(eos, list | tuple) else [eos]
-        return sorted({int(t) for t in [*listed, self.tokenizer.eos_token_id] if t is not None})
+    def stops(self, *configs: Any) -> list[int]:
+        """Token ids that end an answer: of the configs, and the tokenizer's, which GGUF files may have wrong."""
+        listed: list[Any] = [self.tokenizer.eos_token_id]
+        for config in configs:
+            eos = getattr(config, "eos_token_id", None)
+            listed += eos if isinstance(eos, list | tuple) else [eos]
+        return sorted({int(token) for token in listed if token is not None})
 
 
 class TransformersRunner:
@@ -109,7 +111,7 @@ class TransformersRunner:
         self.device = pick_device(device)
         self.encode = Encoder(form, sampling.chat)
         self.model = _load(form, self.device, dtype)
-        self.stops = self.encode.stops(self.model.generation_config)
+        self.stops = self.encode.stops(self.model.generation_config, self.model.config)
         # The checkpoint's own settings (a repetition penalty, say) would change one form and not an endpoint.
         self.model.generation_config = GenerationConfig()
         self.about = {
@@ -193,14 +195,20 @@ class _Draw(LogitsProcessor):
 
     def __init__(self, params: Sequence[SamplingParams], lengths: Tensor) -> None:
         self.params, self.lengths = list(params), lengths
+        self.greedy = all(p.temperature == 0 for p in params)
         self.ids: list[Tensor] = []
         self.logprobs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        positions = self.lengths.to(scores.device) + len(self.ids)
-        ids, _ = sample(scores, self.params, positions)
+        logprobs = torch.log_softmax(scores.float(), -1)
+        if self.greedy:  # what the sampler does too, without its cumulative sums over the vocabulary
+            if not bool(torch.isfinite(logprobs.amax(-1)).all()):
+                raise FloatingPointError("logits are not finite")
+            ids = scores.argmax(-1)
+        else:
+            ids, _ = sample(scores, self.params, self.lengths.to(scores.device) + len(self.ids))
         self.ids.append(ids)
-        self.logprobs.append(torch.log_softmax(scores.float(), -1).gather(-1, ids[:, None])[:, 0])
+        self.logprobs.append(logprobs.gather(-1, ids[:, None])[:, 0])
         return torch.full_like(scores, -torch.inf).scatter_(-1, ids[:, None], 0.0)
 
     def drawn(self) -> tuple[Tensor, Tensor]:
@@ -236,8 +244,7 @@ class EngineRunner:
             self.weights = dict(load_policy(form.path, compute).named_parameters())
         self.engine: Any = None
         self.engine_length = 0
-        eos = self.config.eos_token_id
-        self.stops = self.encode.stops(self.config) if eos is not None else self.encode.stops(None)
+        self.stops = self.encode.stops(self.config)
         self.about = {
             "device": self.device,
             "dtype": compute,
@@ -293,11 +300,13 @@ def finished(
 
 def _load(form: LocalForm, device: str, dtype: str) -> Any:
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(form.path)}
+    compressed = form.kind != "gguf" and stored_quantization(form.path) == "compressed-tensors"
+    if compressed:
+        _require("compressed-tensors", form)
     if form.kind == "gguf":
-        _require("gguf", form)
+        for package in ("gguf", "accelerate"):  # transformers loads GGUF weights with the latter
+            _require(package, form)
         source = {"pretrained_model_name_or_path": str(form.path.parent), "gguf_file": form.path.name}
-    elif (method := stored_quantization(form.path)) == "compressed-tensors":
-        _require(method, form)
     with _quiet():
         try:
             AutoConfig.from_pretrained(**source, local_files_only=True)
@@ -313,6 +322,8 @@ def _load(form: LocalForm, device: str, dtype: str) -> Any:
     for kind in ("missing_keys", "mismatched_keys"):  # transformers fills them with random numbers
         if names := sorted(map(str, info.get(kind) or [])):
             raise TracefpError(f"{form.text} lacks weight {names[0]} ({len(names)} of its {kind})")
+    if compressed and model.dtype != torch.bfloat16:  # its forward would meet two dtypes
+        raise TracefpError(f"{form.text}: compressed-tensors weights become bfloat16 here: add --dtype bfloat16")
     return model.to(device).eval()
 
 

@@ -123,7 +123,7 @@ def _interval_note(facts: dict[str, Any]) -> str:
     note = f"Interval of the difference: {_METHODS[d['method']]}."
     p = facts["pairs"]["mcnemar_p"]
     if p is not None:
-        note += f" Exact McNemar test of no difference: p = {number(p)}."
+        note += f" Exact McNemar test of no difference: p {'< 1e-12' if p < 1e-12 else f'= {number(p)}'}."
     return note
 
 

@@ -55,7 +55,9 @@ class LoopConfig(StrictModel):
 
     asynchronous: rollout and trainer run at the same time, as processes of their own. max_lag: most policy versions
     that a token may lag behind the trainer that learns from it; 0 is on-policy. on_stale: "wait" for responses that
-    would grow too old, so that none is lost, or take what is there and "drop" them."""
+    would grow too old, so that none is lost, or take what is there and "drop" them. hang_seconds: replace a process of
+    an asynchronous run that others wait for and that shows no progress for so long; start_seconds: the same until its
+    first work is done; 0 never. max_restarts: most replacements in a row without a new step."""
 
     steps: int = Field(60, ge=1)
     seed: int = Field(0, ge=0, lt=2**30)
@@ -74,6 +76,9 @@ class LoopConfig(StrictModel):
     asynchronous: bool = False
     max_lag: int = Field(3, ge=0)
     on_stale: Literal["wait", "drop"] = "wait"
+    hang_seconds: float = Field(1200.0, ge=0)
+    start_seconds: float = Field(1800.0, ge=0)
+    max_restarts: int = Field(3, ge=0)
 
     @model_validator(mode="after")
     def _evaluations_are_there(self) -> LoopConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from tracefp4.align.watchdog import Event, Watch, WatchConfig
 from tracefp4.config import config_hash, resolved
 from tracefp4.errors import TracefpError
-from tracefp4.files import StorageError, warn
+from tracefp4.files import StorageError, same_disk, warn
 from tracefp4.guidance.disk import GuidanceStoreConfig
 from tracefp4.loop.config import RunConfig
 from tracefp4.loop.parts import Parts, preflight
@@ -24,7 +25,7 @@ from tracefp4.report.events import lines_before
 from tracefp4.report.logger import CONFIG, EVENTS, FINAL, METRICS, RUN, SAMPLES, TIMING, steps_before
 from tracefp4.report.notify import Notifier, for_run
 from tracefp4.report.provenance import append_resume, checkpoint_fingerprint, provenance
-from tracefp4.saves import CHECKPOINT, STATES, Position, Saves, check_space, space_missing
+from tracefp4.saves import CHECKPOINT, STATES, Position, Saves, check_guidance_space, check_space, space_missing
 from tracefp4.signals import Stopped, release
 from tracefp4.tasks import Task
 from tracefp4.train.checkpoint import check_config, latest_facts, load_latest, save_state
@@ -41,6 +42,9 @@ _FREE_RUN_KEYS = (
     "sample_responses",
     "tensorboard",
     "threads",
+    "hang_seconds",
+    "start_seconds",
+    "max_restarts",
 )
 FREE_ON_RESUME = frozenset(
     [f"run.{key}" for key in _FREE_RUN_KEYS]
@@ -62,14 +66,32 @@ class DivergedError(TracefpError, FloatingPointError):
 def check_start(planned: Sequence[tuple[RunConfig, Path]], resume: bool = False) -> None:
     """What can be known before any of these runs starts: each config's ``preflight``, what a folder to resume holds,
     and the space that all of them need. Raises TracefpError; touches no folder."""
+    top = Path(os.path.commonpath([run_dir.absolute() for _, run_dir in planned]))
     need = 0
+    weights, guidance, elsewhere = Counter[str](), Counter[str](), Counter[Path]()
     for config, run_dir in planned:
         parts = preflight(config)
         parts.close()
         if resume:
             check_resumable(config, run_dir)
         need += space_missing(run_dir, parts.sizes, config.run)
-    check_space(Path(os.path.commonpath([run_dir.absolute() for _, run_dir in planned])), need)
+        # What is on its way goes with the run. Runs of several methods may run together, those of several seeds do not.
+        weights |= Counter({config.method.name: parts.sizes.published(config.run)})
+        place = local_folder(config.guidance.url, top)
+        if place is not None and same_disk(place, top):
+            guidance |= Counter({config.method.name: parts.guidance_bytes()})
+        elif place is not None:
+            elsewhere |= Counter({place / config.method.name: parts.guidance_bytes()})
+    check_space(top, need, weights.total(), guidance.total())
+    for place in {path.parent for path in elsewhere}:
+        check_guidance_space(place, sum(n for path, n in elsewhere.items() if path.parent == place))
+
+
+def local_folder(url: str, run_dir: Path) -> Path | None:
+    """The folder of a guidance.url, that of the run for "memory"; None where it is on no disk of this machine."""
+    if url == "memory":
+        return run_dir
+    return None if "://" in url and not url.startswith("file://") else Path(url.removeprefix("file://"))
 
 
 def check_resumable(config: RunConfig, run_dir: Path) -> None:
@@ -141,6 +163,8 @@ class Steps(Protocol):
     config: RunConfig
     parts: Parts
     trainer: GRPOTrainer
+    totals: dict[str, float]
+    """Figures that add up over the run: kept in its states, and set before ``begin`` where it goes on from one."""
 
     @property
     def trajectories(self) -> Sequence[Trajectory]:
@@ -307,6 +331,7 @@ def _save_state(run: Steps, run_dir: Path, at: Position) -> None:
         "config": resolved(run.config),
         "recipe_hash": run.parts.recipe.hash,
         "counters": counters,
+        "totals": run.totals,
         "pass_rate_start": at.start,
         "pending": at.unlogged,
     }
@@ -341,6 +366,7 @@ def _resume(run: Steps, run_dir: Path) -> Position:
             f"the newest state in {run_dir / STATES} lacks {error}: go on with the version that its run.json names, or "
             "train into another folder"
         ) from None
+    run.totals = facts.get("totals", {})  # a state of an older version has none
     pending = facts.get("pending")
     at = Position(facts["step"], facts["pass_rate_start"], tuple(pending) if pending else None)
     at.saved = at.trained

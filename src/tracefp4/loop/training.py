@@ -25,6 +25,14 @@ from tracefp4.tasks import CountingTask, Prompt, Task
 from tracefp4.train.trainer import GRPOTrainer
 from tracefp4.types import GuidanceHandle, Request, RolloutBatch, Trajectory
 
+STORE_TOTALS = (
+    "guidance/written_bytes",
+    "guidance/written_records",
+    "guidance/dropped/full",
+    "guidance/dropped/error",
+)
+"""Figures of a store on disk that count from its process's start."""
+
 
 class TrainingRun:
     """A run's parts, and its step. ``run_training`` drives one; use it directly for a loop of your own.
@@ -44,6 +52,8 @@ class TrainingRun:
         self.trajectories: Sequence[Trajectory] = ()
         self.engine = parts.make_engine(self.store)
         self.trainer = parts.make_trainer(self.store)
+        self.totals: dict[str, float] = {}
+        self._totals_before: dict[str, float] = {}
         try:
             self.publish()
         except TracefpError as error:
@@ -55,6 +65,7 @@ class TrainingRun:
 
     def begin(self, resumed: bool) -> None:
         """Called once, before the first step or evaluation; resumed: the trainer's state has just been loaded."""
+        self._totals_before = dict(self.totals)
         if resumed:
             self.publish()
         clear_store(self.store)  # records of an earlier process, which this run makes again
@@ -98,7 +109,9 @@ class TrainingRun:
             "rollout_tokens_per_second": sum(t.num_sampled for t in trajectories) / rollout_s,
             "train_tokens_per_second": sum(t.num_sampled for t in trajectories if t.advantage) / train_s,
         }
-        return metrics, timing | store_figures(self.store)
+        figures = store_figures(self.store)
+        self.totals = {name: figures[name] + self._totals_before.get(name, 0.0) for name in STORE_TOTALS if figures}
+        return metrics, timing | figures | self.totals
 
     def _respond(self, prompts: Sequence[Prompt], requests: Sequence[Request]) -> tuple[list[Trajectory], list[float]]:
         """Responses and their rewards. prompts: one a request. Leaves no record behind where it raises."""

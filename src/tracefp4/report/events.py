@@ -34,6 +34,11 @@ class StepLog:
         append_text(self.path, _text(lines))
 
 
+def append_event(run_dir: str | Path, event: Mapping[str, Any]) -> None:
+    """Adds a line to events.jsonl beside a ``StepLog`` of this process, which has no file open between lines."""
+    append_text(Path(run_dir) / EVENTS, _text([event]))
+
+
 def _text(lines: Iterable[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(line, sort_keys=True, allow_nan=False) + "\n" for line in lines)
 

@@ -243,5 +243,7 @@ def _summary_writer(run_dir: Path, first_step: int) -> Any:
     # Imported on use: it pulls in tensorboard, which takes a second that `--help` should not pay.
     from torch.utils.tensorboard import SummaryWriter
 
-    # purge_step: the viewer forgets what an earlier process wrote of steps that are run again.
-    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step or None)
+    # purge_step: the viewer forgets what an earlier process wrote of steps that are run again; all, where that died
+    # before its first state.
+    folder = run_dir / "tensorboard"
+    return SummaryWriter(str(folder), purge_step=first_step if any(folder.glob("events.*")) else None)
