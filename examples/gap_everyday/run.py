@@ -49,15 +49,8 @@ def gap(checkpoint: Path, form: str, out: Path, options: argparse.Namespace) -> 
     """Runs the command on one form; its exit code."""
     command = [sys.executable, "-m", "tracefp4", "gap", "--train-form", str(checkpoint)]
     command += ["--serve-form", f"{checkpoint}@{form}", "--inquiries", str(HERE / "inquiries.jsonl")]
-    command += [
-        "--allow-code",
-        "--max-new-tokens",
-        str(MAX_NEW_TOKENS),
-        "--max-drop",
-        options.max_drop,
-        "--out",
-        str(out),
-    ]
+    command += ["--allow-code", "--max-new-tokens", str(MAX_NEW_TOKENS)]
+    command += ["--max-drop", options.max_drop, "--out", str(out)]
     if options.limit:
         command += ["--limit", str(options.limit)]
     if out.exists():
