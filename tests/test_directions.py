@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "tracefp4"
 
-LEAVES = {"types", "config", "errors", "files", "signals"}
+LEAVES = {"types", "config", "errors", "files", "signals", "options"}
 CORE = LEAVES | {"formats", "kernels", "recipe"}
 
 ALLOWED: dict[str, set[str]] = {
@@ -17,6 +17,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": LEAVES,
     "files": LEAVES,
     "signals": LEAVES,
+    "options": LEAVES,
     "saves": LEAVES,
     "formats": LEAVES,
     "kernels": LEAVES | {"formats"},
@@ -36,9 +37,11 @@ ALLOWED: dict[str, set[str]] = {
     "bench": CORE | {"guidance", "nn"},
     "compare": LEAVES | {"report"},
     "evaluate": CORE | {"guidance", "nn", "rollout", "methods", "tasks", "align", "report", "loop", "saves"},
+    "reproduce": LEAVES
+    | {"compare", "evaluate", "loop", "methods", "tasks", "rollout", "train", "align", "report", "saves"},
     "cli": LEAVES
     | {"loop", "asynchronous", "compare", "methods", "train", "report", "formats", "guidance", "recipe", "saves"}
-    | {"guidance_cli", "evaluate"},
+    | {"guidance_cli", "evaluate", "reproduce"},
     "guidance_cli": LEAVES | {"guidance"},
     "__main__": {"cli"},
 }

@@ -1,4 +1,5 @@
-"""The command line: `tracefp4 train | compare | eval | report | warmstart | methods | plan | guidance`.
+"""The command line: `tracefp4 train | compare | eval | report | warmstart | methods | plan | guidance
+| reproduce`.
 
 A user's error is one sentence on standard error and exit code 2; an unexpected exception keeps its traceback.
 Commands import what they run on use, so that `--help` answers at once.
@@ -22,6 +23,8 @@ from tracefp4.config import ConfigError, load_config, resolved
 from tracefp4.errors import TracefpError
 from tracefp4.files import StorageError, folder_lock
 from tracefp4.guidance_cli import app as guidance_app
+from tracefp4.options import parse_numbers, parse_seeds
+from tracefp4.reproduce.cli import app as reproduce_app
 
 if TYPE_CHECKING:
     from tracefp4.loop import RunConfig
@@ -35,6 +38,7 @@ app = typer.Typer(
 )
 
 app.add_typer(guidance_app, name="guidance")
+app.add_typer(reproduce_app, name="reproduce")
 
 _LONGEST_ERROR = 2000
 _REFUSALS = frozenset(
@@ -199,10 +203,13 @@ def evaluate(
     ] = "bf16,fp4",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted evaluation.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the evaluation in the folder.")] = False,
+    end_with_stdin: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Pass rates of a policy on held-out problems in BF16 and in FP4, and their difference."""
     from tracefp4 import evaluate as evaluation
 
+    if end_with_stdin:
+        signals.end_with_stdin()
     _refuse_both(resume, overwrite)
     names = tuple(name.strip() for name in forms.split(",") if name.strip())
     request = evaluation.EvalRequest(problems, samples, tuple(parse_numbers("--k", k)) if k is not None else (), names)
@@ -318,24 +325,6 @@ def _guided_recipes(num_layers: int) -> list[tuple[str, QuantRecipe]]:
     modes = [(m.name, m.recipe(QuantConfig(), num_layers)) for m in list_methods() if m.guidance is not None]
     modes += [(f"{name}, 1.0625", replace(recipe, bits=1.0625)) for name, recipe in modes if recipe.bits == 1.125]
     return sorted(modes, key=lambda mode: -mode[1].bits * len(mode[1].guided_layers))
-
-
-def parse_seeds(text: str) -> list[int]:
-    """'0,1,2' to numbers; ConfigError for anything else."""
-    return parse_numbers("--seeds", text)
-
-
-def parse_numbers(option: str, text: str) -> list[int]:
-    """'0,1,2' to numbers; ConfigError, naming the option, for anything else."""
-    parts = [part.strip() for part in text.split(",")]
-    for part in parts:
-        if not (part.isascii() and part.isdigit() and len(part) <= 40):
-            raise ConfigError(f"{option} must be whole numbers joined by commas, such as 0,1,2, got '{text}'")
-    numbers = [int(part) for part in parts]
-    for number in numbers:
-        if numbers.count(number) > 1:
-            raise ConfigError(f"{option} names {number} twice")
-    return numbers
 
 
 def _run_config(recipe: str, overrides: list[str]) -> RunConfig:

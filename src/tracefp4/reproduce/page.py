@@ -104,14 +104,15 @@ def caption(results: dict[str, Any]) -> str:
     several = len(seeds) > 1
     error = "its standard error over seeds" if several else "its standard error over problems"
     interval = "Student's t over the differences of seeds" if several else "a bootstrap over problems"
+    names = f"seed{'s' if several else ''} {', '.join(map(str, seeds))}"
     return (
-        f"Seed{'s' if several else ''} {', '.join(map(str, seeds))}; {results['steps']} steps. Figures of a run are means "
-        f"over its steps, max its largest token; +- is {error}, where there is one. Codes differ: as the trainer's "
-        f"forward uses them. Scores: mean reward on held-out problems, the weights in the mode's own rollout form, in "
-        f"FP4, in BF16. Differences are paired by seed and problem, with 95 % intervals from {interval}. Collapse: the "
-        f"first step, by seed, whose reward (mean of {SMOOTH_STEPS} steps) is below {COLLAPSED:g} of its best so far, or "
-        f"in which the run diverged. Control: bf16 must stay at {HOLD:g} or above once it has risen to it. Time: "
-        "wall-clock of steps and evaluation, by a run that shares the device with those beside it."
+        f"{names.capitalize()}; {results['steps']} steps. Figures of a run are means over its steps, max its largest "
+        f"token; +- is {error}, where there is one. Codes differ: as the trainer's forward uses them. Scores: mean "
+        "reward on held-out problems, the weights in the mode's own rollout form, in FP4, in BF16. Differences are "
+        f"paired by seed and problem, with 95 % intervals from {interval}. Collapse: the first step, by seed, whose "
+        f"reward (mean of {SMOOTH_STEPS} steps, of short runs a tenth) is below {COLLAPSED:g} of its best so far, or in "
+        f"which the run diverged. Control: bf16 must stay at {HOLD:g} or above once it has risen to it. Time: wall-clock "
+        "of steps and evaluation, by a run that shares the device with those beside it."
     )
 
 
@@ -228,7 +229,7 @@ def rich_tables(results: dict[str, Any]) -> Iterator[RichTable | str]:
 
 def _groups(plan: Plan, key: str) -> list[Group]:
     """A curve an arm that trains."""
-    groups = []
+    groups: list[Group] = []
     table = next(t for t in plan.experiment.tables if t.key == key)
     for arm in table.arms:
         specs = [s for s in plan.of_table(key) if s.arm == arm and s.trains]

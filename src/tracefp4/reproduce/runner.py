@@ -18,7 +18,7 @@ from tracefp4.config import resolved
 from tracefp4.errors import TracefpError
 from tracefp4.files import append_text
 from tracefp4.report import ensure_dir, write_json_atomic
-from tracefp4.report.logger import TIMING
+from tracefp4.report.logger import METRICS, TIMING
 from tracefp4.report.provenance import usable_cores
 from tracefp4.reproduce.plan import Plan, Spec, write_scores
 from tracefp4.reproduce.rung import RungConfig
@@ -219,6 +219,14 @@ def _tell_early(job: _Job, say: Say) -> None:
 
 
 # Times
+
+
+def steps_done(spec: Spec) -> int:
+    """Lines in a run's metrics.jsonl."""
+    try:
+        return (spec.run_dir / METRICS).read_bytes().count(b"\n")
+    except OSError:
+        return 0
 
 
 def timings(run_dir: Path) -> list[dict[str, float]]:
