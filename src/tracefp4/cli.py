@@ -241,6 +241,16 @@ def _print_evaluation(facts: dict[str, Any], path: Path) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
+@app.command(hidden=True)
+def chain(commands: Annotated[list[str], typer.Argument(metavar="COMMAND ARG... [+ COMMAND ARG...]...")]) -> None:
+    """Run several commands in one process, each after the one before has succeeded. Put -- in front of them."""
+    from itertools import groupby
+
+    for last, words in groupby(commands, key=lambda word: word == "+"):
+        if not last and (code := app(list(words), standalone_mode=False)):
+            raise typer.Exit(code)
+
+
 @app.command()
 def report(
     runs: Annotated[

@@ -110,9 +110,9 @@ def caption(results: dict[str, Any]) -> str:
         f"token; +- is {error}, where there is one. Codes differ: as the trainer's forward uses them. Scores: mean "
         "reward on held-out problems, the weights in the mode's own rollout form, in FP4, in BF16. Differences are "
         f"paired by seed and problem, with 95 % intervals from {interval}. Collapse: the first step, by seed, whose "
-        f"reward (mean of {SMOOTH_STEPS} steps, of short runs a tenth) is below {COLLAPSED:g} of its best so far, or in "
-        f"which the run diverged. Control: bf16 must stay at {HOLD:g} or above once it has risen to it. Time: wall-clock "
-        "of steps and evaluation, by a run that shares the device with those beside it."
+        f"reward (mean of {SMOOTH_STEPS} steps, of short runs a tenth) is below {COLLAPSED:g} of its best so far, or "
+        f"in which the run diverged. Control: bf16 must stay at {HOLD:g} or above once it has risen to it. Time: "
+        "wall-clock of steps and evaluation, by a run that shares the device with those beside it."
     )
 
 

@@ -110,18 +110,15 @@ class Spec:
     def done(self) -> bool:
         return self.failed or (self.trained and self.evaluated)
 
-    def train(self) -> list[str]:
-        """The command that trains it, or goes on with it."""
+    def command(self) -> list[str]:
+        """The command that trains it and evaluates its policy, or goes on with either."""
         recipe = self.out / RECIPES / f"{self.table.key}.json"
-        command = train_command(str(recipe), self.arm.mode, [self.seed], self.folder, self.settings)
-        return [*command, "--resume"]
-
-    def evaluate(self) -> list[str]:
-        """The command that evaluates its policy, or goes on with that."""
+        python, _, _, *train = train_command(str(recipe), self.arm.mode, [self.seed], self.folder, self.settings)
         problems, samples = self.evaluation
-        head = [*train_command("", "", [], Path(), ())[:3], "eval", str(self.policy_dir), *self.arm.evaluated]
         sizes = ["--problems", str(problems), "--samples", str(samples), "--forms", ",".join(self.forms)]
-        return [*head, "--out", str(self.eval_dir), *sizes, "--resume", "--end-with-stdin"]
+        evaluate = ["eval", str(self.policy_dir), *self.arm.evaluated, "--out", str(self.eval_dir), *sizes, "--resume"]
+        both = [*train, "--resume", "+", *evaluate] if self.trains else [*evaluate, "--end-with-stdin"]
+        return [python, "-m", "tracefp4", "chain", "--", *both]
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from tracefp4 import signals
 from tracefp4.compare import Child, CompareError, child_environment, end_children
 from tracefp4.config import resolved
 from tracefp4.errors import TracefpError
+from tracefp4.evaluate import EVAL
 from tracefp4.files import append_text
 from tracefp4.report import ensure_dir, write_json_atomic
 from tracefp4.report.logger import METRICS, TIMING
@@ -111,7 +112,7 @@ def _make_start(path: Path, rung: RungConfig, device: str, limits: Limits, say: 
 
 @dataclass
 class _Job:
-    """A run's process: first of its training, then of its evaluation."""
+    """A run's process, of its training and evaluation."""
 
     spec: Spec
     child: Child
@@ -136,8 +137,7 @@ def _run_all(plan: Plan, limits: Limits, outcome: Outcome, say: Say) -> None:
                     _tell_early(job, say)
                     continue
                 running.remove(job)
-                if _ended(job, code, outcome, say):
-                    running.append(_started(job.spec, environment, say))
+                _ended(job, code, outcome, say)
     finally:
         end_children([job.child for job in running], GRACE_SECONDS)
         for job in running:
@@ -163,54 +163,44 @@ def _next(
 
 
 def _started(spec: Spec, environment: dict[str, str], say: Say) -> _Job:
-    """Its training, or its evaluation where it is trained."""
-    training = spec.trains and not spec.trained
-    command = spec.train() if training else spec.evaluate()
-    child = Child(spec.name, command, spec.folder, (spec.seed,), append=True, log_name=f"seed{spec.seed}.log")
+    child = Child(spec.name, spec.command(), spec.folder, (spec.seed,), append=True, log_name=f"seed{spec.seed}.log")
     done = child.steps_done()
-    what = ("training" if not done else f"going on after step {done}") if training else "evaluating"
-    say(f"{spec.name}: {what}")
+    what = "training" if not done else f"going on after step {done}"
+    say(f"{spec.name}: {what if spec.trains and not spec.trained else 'evaluating'}")
     child.start(environment)
     return _Job(spec, child)
 
 
-def _ended(job: _Job, code: int, outcome: Outcome, say: Say) -> bool:
-    """Takes note of how a process ended; whether the run's evaluation is to follow."""
+def _ended(job: _Job, code: int, outcome: Outcome, say: Say) -> None:
+    """Takes note of how a process ended."""
     spec, tail = job.spec, job.child.tail()
-    if code == 0 and not spec.trained:
-        outcome.failed[spec.name] = f"ended without a final.json of {spec.steps} steps; see {job.child.log_path}"
-        return False
-    if code == 0 and (spec.eval_dir / "eval.json").is_file() and _evaluation_complete(spec):
-        write_scores(spec)
-        say(f"{spec.name}: done")
-        return False
-    if code == 0:
-        seconds = step_seconds(spec)
-        say(f"{spec.name}: trained in {job.child.seconds:.0f} s, {seconds or 0:.2f} s a step")
-        return True
     diverged = _DIVERGED.search("\n".join(tail))
-    if diverged or code == _STOPPED_BY_WATCH:
+    if code == 0 and spec.trained and _evaluation_complete(spec):
+        write_scores(spec)
+        seconds = step_seconds(spec) if spec.trains else None
+        say(f"{spec.name}: done" + ("" if seconds is None else f", {seconds:.2f} s a step"))
+    elif diverged or code == _STOPPED_BY_WATCH:
         why = diverged[1] if diverged else (tail[-1] if tail else "a watchdog ended it")
         step = int(diverged[2]) if diverged else job.child.steps_done()
         write_json_atomic(spec.failure, {"step": step, "reason": why})
         say(f"{spec.name}: {why}")
-        return False
-    if code == TracefpError.exit_code:  # settings: every other run of the arm would end so too
+    elif code == TracefpError.exit_code:  # settings: every other run of the arm would end so too
         raise CompareError(f"{spec.name} was refused: {' '.join(tail[-1:])}")
-    outcome.failed[spec.name] = f"failed with exit code {code}; its log is {job.child.log_path}"
-    for line in tail[-5:]:
-        say(f"  {line}")
-    say(f"{spec.name}: {outcome.failed[spec.name]}")
-    return False
+    else:
+        outcome.failed[spec.name] = f"ended with exit code {code}; its log is {job.child.log_path}"
+        for line in tail[-5:]:
+            say(f"  {line}")
+        say(f"{spec.name}: {outcome.failed[spec.name]}")
 
 
 def _evaluation_complete(spec: Spec) -> bool:
-    return bool(json.loads((spec.eval_dir / "eval.json").read_bytes()).get("complete"))
+    path = spec.eval_dir / EVAL
+    return path.is_file() and bool(json.loads(path.read_bytes()).get("complete"))
 
 
 def _tell_early(job: _Job, say: Say) -> None:
     """Seconds a step, and what they add up to, as soon as a few steps are measured."""
-    if job.told or not job.spec.trains or job.child.steps_done() < EARLY_STEPS:
+    if job.told or not job.spec.trains or job.spec.trained or job.child.steps_done() < EARLY_STEPS:
         return
     job.told = True
     if (seconds := step_seconds(job.spec)) is not None:
