@@ -14,7 +14,7 @@ LADDER = ("ladder-6", "ladder-12", "ladder-24")
 
 @dataclass(frozen=True)
 class Arm:
-    """A row, e.g. ``Arm("trace-all", "1.5 bits", ("quant.bits=1.5",))``.
+    """A row, e.g. ``Arm("trace-all", "1.5 bits", ("method.bits=1.5",))``.
 
     mode: of ``tracefp4 methods``. label: "" for the mode's name. settings: overrides of its training. policy_of: label
     of the arm whose trained policy is evaluated; such an arm trains none. evaluated: overrides of its evaluation.
@@ -100,19 +100,32 @@ _DYNAMICS = Experiment(
 )
 
 
-def _bits(bits: str, rule: str = "cell") -> Arm:
-    name = f"{bits} bits" + (f" {rule}" if rule != "cell" else "")
-    return Arm("trace-all", name, (f"quant.bits={bits}", f"quant.rule={rule}"))
+def _bits(bits: str) -> Arm:
+    return Arm("trace-all", f"{bits} bits", (f"method.bits={bits}",))
 
 
 _BITS = Experiment(
     "bits",
-    "how many bits of guidance a value needs, and by which rule they are read",
+    "how many bits of guidance a value needs, and what the rest of the method is good for",
     (
         Table(
             "bits",
-            "Guidance in all layers",
-            (*_arms("bf16 qat"), *map(_bits, ("4.5", "1.5", "1.125", "1.0625")), _bits("1.5", "bracket")),
+            "Guidance in all layers; 0.5 and 0.125 bits record block scales only",
+            (*_arms("bf16 qat"), *map(_bits, ("4.5", "1.5", "1.125", "1.0625", "0.5", "0.125"))),
+            _DECOUPLED,
+        ),
+        Table(
+            "parts",
+            "Guidance in all layers, one part changed",
+            (
+                *_arms("bf16 trace-all"),
+                Arm("trace-all", "bracket rule", ("method.bits=1.5", "method.rule=bracket")),
+                Arm("trace-all", "guided first update", ("train.guided_updates=1",)),
+                Arm("trace-all", "clipped gradient", ("train.straight_through=clipped",)),
+                Arm("trace-all", "no cap", ("train.tis_cap=1e6",)),
+                Arm("trace-all", "no replay", ("train.replay=false",)),
+                Arm("bf16", "bf16 no replay", ("train.replay=false",)),
+            ),
             _DECOUPLED,
         ),
     ),
@@ -127,7 +140,7 @@ _LAYERS = Experiment(
         Table(
             f"layers-{rung.rpartition('-')[2]}",
             f"{rung.rpartition('-')[2]} layers, 1.125 bits",
-            (*_arms("bf16 qat"), *(Arm("trace-all", where, (f"quant.guided_layers={where}",)) for where in _GUIDED)),
+            (*_arms("bf16 naive qat"), *(Arm("trace-all", where, (f"method.layers={where}",)) for where in _GUIDED)),
             _DECOUPLED,
             rung,
         )
@@ -137,17 +150,17 @@ _LAYERS = Experiment(
 )
 
 
-def _mx(key: str, title: str, activations: str) -> Table:
-    formats = ("quant.weights=mxfp4-even", f"quant.activations={activations}", "quant.kv=mxfp4-even")
-    return Table(key, title, _arms("bf16 naive qat trace-all"), (*_DECOUPLED, *formats))
+def _mx(key: str, title: str) -> Table:
+    quantized = (Arm(f"{name}@mxfp4-{key}", name) for name in ("naive", "qat", "trace-all"))
+    return Table(key, title, (Arm("bf16"), *quantized), _DECOUPLED)
 
 
 _MXFP4 = Experiment(
     "mxfp4",
     "MXFP4 in place of NVFP4, with 8-bit and with 4-bit activations",
     (
-        _mx("w4a8", "MXFP4 weights and KV cache, MXFP8 activations", "mxfp8"),
-        _mx("w4a4", "MXFP4 weights, activations and KV cache", "mxfp4-even"),
+        _mx("w4a8", "MXFP4 weights and KV cache, MXFP8 activations"),
+        _mx("w4a4", "MXFP4 weights, activations and KV cache"),
     ),
     steps=200,
 )
@@ -165,7 +178,13 @@ _PTQ = Experiment(
         Table(
             "ptq",
             "Evaluated in FP4",
-            (Arm("bf16"), _ptq("ptq:nvfp4", "nvfp4"), _ptq("ptq:4over6", "nvfp4-4over6"), *_arms("qat trace-all")),
+            (
+                Arm("bf16"),
+                _ptq("ptq:nvfp4", "nvfp4"),
+                _ptq("ptq:4over6", "nvfp4-4over6"),
+                Arm("ptq:hscale", policy_of="bf16"),
+                *_arms("qat trace trace-all"),
+            ),
             _DECOUPLED,
         ),
     ),
@@ -177,9 +196,9 @@ _STALENESS = Experiment(
     tuple(
         Table(
             f"lag-{lag}",
-            f"Rollouts up to {lag} versions old" if lag else "Rollouts of the newest policy",
+            f"Rollouts {lag} version{'s' if lag > 1 else ''} old" if lag else "Rollouts of the newest policy",
             _arms("bf16 naive qat trace-all"),
-            (*_DECOUPLED, "run.asynchronous=true", f"run.max_lag={lag}"),
+            (*_DECOUPLED, f"run.lag={lag}") if lag else _DECOUPLED,
         )
         for lag in range(4)
     ),
@@ -192,26 +211,30 @@ EXPERIMENTS = {e.name: e for e in (_MAIN, _DYNAMICS, _BITS, _LAYERS, _MXFP4, _PT
 def chosen(experiment: Experiment, names: Sequence[str], modes: Sequence[str]) -> Experiment:
     """The experiment with the arms of these names only, by label or mode; a mode that no table has joins all of them.
 
-    modes: those that are registered. Raises ConfigError where a name is neither, and where an arm's mode is missing.
+    modes: those that are registered; NAME@FORMATS is NAME in other formats. Raises ConfigError where a name is neither, and where an arm's mode is missing.
     """
     if len(set(names)) < len(names):
         raise ConfigError(f"--modes names {next(n for n in names if list(names).count(n) > 1)} twice")
     here = {name for table in experiment.tables for arm in table.arms for name in (arm.name, arm.mode)}
     for name in names:
-        if name not in here and name not in modes:
+        if name not in here and _base(name) not in modes:
             raise ConfigError(f"--modes: there is no mode {name!r}{did_you_mean(name, sorted({*here, *modes}))}")
     tables = experiment.tables
     if names:
         added = tuple(Arm(name) for name in names if name not in here)
         tables = tuple(replace(t, arms=(*_selected(t, names), *added)) for t in tables)
         tables = tuple(t for t in tables if t.arms)
-    missing = sorted({arm.mode for t in tables for arm in t.arms} - set(modes))
+    missing = sorted({_base(arm.mode) for t in tables for arm in t.arms} - set(modes))
     if missing:
         raise ConfigError(
             f"reproduce {experiment.name} compares {', '.join(missing)}, which this version does not have: name others "
             "with --modes (tracefp4 methods lists them)"
         )
     return replace(experiment, tables=tables)
+
+
+def _base(mode: str) -> str:
+    return mode.partition("@")[0]
 
 
 def _selected(table: Table, names: Sequence[str]) -> tuple[Arm, ...]:

@@ -191,15 +191,13 @@ def _forms(
         config = with_overrides(copy.deepcopy(recipe), overrides, RunConfig, "the recipe")
     except ConfigError as error:
         raise ConfigError(f"{table.key}, {arm.name}: {error}") from None
-    layers = rung.start.model.num_layers
-    forms = {name: make_forms([name], config, layers)[0] for name in (CONTROL, FP4, arm.mode)}
-    if arm.policy_of:
-        return FP4, (CONTROL, FP4)
-    numbers = {name: (form.recipe.hash, form.dtype) for name, form in forms.items()}
-    for name in (CONTROL, FP4):
-        if numbers[name] == numbers[arm.mode]:
-            return name, (CONTROL, FP4)
-    return arm.mode, (CONTROL, FP4, arm.mode)
+    own = FP4 if arm.policy_of and arm.mode == CONTROL else arm.mode
+    numbers = {}
+    for name in dict.fromkeys((CONTROL, FP4, own)):
+        form = make_forms([name], config, rung.start.model.num_layers)[0]
+        numbers[name] = (form.recipe.hash, form.dtype, getattr(form, "calibrated", False))
+    known = next(name for name in numbers if numbers[name] == numbers[own])
+    return known, tuple(dict.fromkeys((CONTROL, FP4, known)))
 
 
 def _device(asked: str) -> tuple[str, tuple[str, ...]]:
