@@ -150,17 +150,18 @@ _LAYERS = Experiment(
 )
 
 
-def _mx(key: str, title: str) -> Table:
-    quantized = (Arm(f"{name}@mxfp4-{key}", name) for name in ("naive", "qat", "trace-all"))
-    return Table(key, title, (Arm("bf16"), *quantized), _DECOUPLED)
+def _mx(key: str, title: str, activations: str) -> Table:
+    # By [quant], not by a preset of the mode: the form "fp4" of the evaluation follows it.
+    formats = ("quant.weights=mxfp4-rceil", f"quant.activations={activations}", "quant.kv=mxfp4-rceil")
+    return Table(key, title, _arms("bf16 naive qat trace-all"), (*_DECOUPLED, *formats))
 
 
 _MXFP4 = Experiment(
     "mxfp4",
     "MXFP4 in place of NVFP4, with 8-bit and with 4-bit activations",
     (
-        _mx("w4a8", "MXFP4 weights and KV cache, MXFP8 activations"),
-        _mx("w4a4", "MXFP4 weights, activations and KV cache"),
+        _mx("w4a8", "MXFP4 weights and KV cache, MXFP8 activations", "mxfp8-rceil"),
+        _mx("w4a4", "MXFP4 weights, activations and KV cache", "mxfp4-rceil"),
     ),
     steps=200,
 )
@@ -211,7 +212,10 @@ EXPERIMENTS = {e.name: e for e in (_MAIN, _DYNAMICS, _BITS, _LAYERS, _MXFP4, _PT
 def chosen(experiment: Experiment, names: Sequence[str], modes: Sequence[str]) -> Experiment:
     """The experiment with the arms of these names only, by label or mode; a mode that no table has joins all of them.
 
-    modes: those that are registered; NAME@FORMATS is NAME in other formats. Raises ConfigError where a name is neither, and where an arm's mode is missing.
+    modes: those that are registered; NAME@FORMATS is NAME in other formats.
+
+    Raises:
+        ConfigError: a name is neither, or the mode of an arm is missing.
     """
     if len(set(names)) < len(names):
         raise ConfigError(f"--modes names {next(n for n in names if list(names).count(n) > 1)} twice")

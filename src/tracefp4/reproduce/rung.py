@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 import tracefp4
 from tracefp4.align.watchdog import WatchConfig
@@ -16,7 +16,14 @@ from tracefp4.rollout.engine import RolloutConfig
 from tracefp4.tasks import AnyTaskConfig
 from tracefp4.tasks.running_sums import RunningSumsConfig
 from tracefp4.train.trainer import TrainConfig
-from tracefp4.train.warmstart import ModelConfig, OptimizerConfig, StopConfig, TokenizerName, WarmstartConfig
+from tracefp4.train.warmstart import (
+    ModelConfig,
+    OptimizerConfig,
+    StopConfig,
+    TokenizerName,
+    WarmstartConfig,
+    check_easy,
+)
 
 FOLDER = Path("recipes", "reproduce")
 TINY = "tiny"
@@ -53,6 +60,11 @@ class RungConfig(StrictModel):
     train: TrainConfig = TrainConfig()
     run: LoopConfig = LoopConfig()
     watch: WatchConfig = WatchConfig()
+
+    @model_validator(mode="after")
+    def _easy_problems_exist(self) -> Self:
+        check_easy(self.start.optimizer, self.task)
+        return self
 
     def warmstart(self, device: str = "cpu") -> WarmstartConfig:
         """The recipe of its warm start."""

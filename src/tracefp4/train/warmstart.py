@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase, Qwen3MoeConfig, Qwen3MoeForCau
 from tracefp4.config import StrictModel, load_config
 from tracefp4.errors import TracefpError
 from tracefp4.files import replaced_dir
-from tracefp4.tasks import AnyTaskConfig, Prompt, Task, build_text_tokenizer, build_tokenizer, make_task
+from tracefp4.tasks import AnyTaskConfig, Prompt, Task, TaskConfig, build_text_tokenizer, build_tokenizer, make_task
 from tracefp4.tasks.running_sums import WARMSTART_FIRST_STEP, RunningSumsConfig
 from tracefp4.train.teaching import IGNORED_LABEL, MAX_NEW_TOKENS, Teacher, pass_rate, save_progress, supervised_batch
 
@@ -103,6 +103,12 @@ class StopConfig(StrictModel):
         return self
 
 
+def check_easy(optimizer: OptimizerConfig, task: TaskConfig) -> None:
+    """Raises ValueError where easy problems are asked for and the task has none."""
+    if optimizer.easy_share and "max_digits" not in type(task).model_fields:
+        raise ValueError(f"optimizer.easy_share must be 0: the task {task.name} has no one-digit variant")
+
+
 class WarmstartConfig(StrictModel):
     """All that determines the checkpoint, up to the order of floating-point sums (threads, machine)."""
 
@@ -117,8 +123,7 @@ class WarmstartConfig(StrictModel):
 
     @model_validator(mode="after")
     def _easy_problems_exist(self) -> Self:
-        if self.optimizer.easy_share and "max_digits" not in type(self.task).model_fields:
-            raise ValueError(f"optimizer.easy_share must be 0: the task {self.task.name} has no one-digit variant")
+        check_easy(self.optimizer, self.task)
         return self
 
 
