@@ -86,29 +86,33 @@ class Euclid:
 
     def solution(self, prompt: Prompt) -> str:
         """The subtractions, then ``#`` and the divisor; no end-of-sequence token."""
-        return self._written(prompt)
+        written = self._written(prompt)
+        assert written is not None  # as many steps as its metadata say
+        return written
 
     def flawed_solution(self, prompt: Prompt) -> str:
         """As ``solution``, but one difference is off and the rest follows from it: the answer is wrong."""
         chance = Random("slip" + prompt.text)
         for _ in range(64):
-            text = self._written(
-                prompt, chance.randrange(prompt.metadata["steps"]), chance.choice((-10, -2, -1, 1, 2, 10))
-            )
-            if self.score(prompt, text) == 0.0:
+            slip_at, slip = chance.randrange(prompt.metadata["steps"]), chance.choice((-10, -2, -1, 1, 2, 10))
+            text = self._written(prompt, slip_at, slip)
+            if text is not None and self.score(prompt, text) == 0.0:
                 return text
-        return text.rpartition("#")[0] + f"#{int(prompt.answer) + 1}"
+        return self.solution(prompt).rpartition("#")[0] + f"#{int(prompt.answer) + 1}"
 
-    def _written(self, prompt: Prompt, slip_at: int = -1, slip: int = 0) -> str:
+    def _written(self, prompt: Prompt, slip_at: int = -1, slip: int = 0) -> str | None:
+        """None where a slip leads to a longer solution than any right one."""
         alphabet, letters = FREE_LETTERS[: self.config.free_letters], Random(prompt.text)
         a, b = prompt.metadata["numbers"]
         steps: list[str] = []
-        while a != b and len(steps) < 2 * self.config.max_steps:
+        while a != b:
+            if len(steps) == self.config.max_steps:
+                return None
             large, small = max(a, b), min(a, b)
             rest = large - small if len(steps) != slip_at else max(1, large - small + slip)
             steps.append(f"{letters.choice(alphabet) if alphabet else ''}{large}-{small}={rest};")
             a, b = small, rest
-        return "".join(steps) + f"#{min(a, b)}"
+        return "".join(steps) + f"#{a}"
 
 
 def subtractions(a: int, b: int) -> int:
