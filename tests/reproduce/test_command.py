@@ -89,7 +89,7 @@ def test_time_that_is_up(made: tuple[str, ...], tmp_path: Path, capsys: pytest.C
     ("arguments", "sentence"),
     [
         ("main --profile small", "--profile must be full or tiny, got 'small'"),
-        ("main --modes trase", "there is no mode 'trase', did you mean trace"),
+        ("main --modes trase", "there is no mode 'trase'; did you mean trace"),
         ("main --modes bf16 --device tpu", "--device must be auto, cpu or cuda, got 'tpu'"),
         ("main --modes bf16 --seeds x", "--seeds must be whole numbers joined by commas"),
         ("layers --modes bf16 --recipe ladder-6", "reproduce layers climbs the ladder itself: leave --recipe away"),

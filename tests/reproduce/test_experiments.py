@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from tracefp4.config import ConfigError
 from tracefp4.loop import RunConfig
@@ -11,6 +12,7 @@ from tracefp4.reproduce.rung import FOLDER, find_recipe, load_rung
 from tracefp4.tasks import ToolTask, build_text_tokenizer, build_tokenizer, make_task
 from tracefp4.tasks.sandbox import sandbox_support
 from tracefp4.train.teaching import Teacher
+from tracefp4.train.warmstart import build_model
 
 MODES = ["bf16", "fp32", "naive", "qat", "trace", "trace-all"]
 RECIPES = sorted(path.stem for path in FOLDER.glob("*.toml"))
@@ -24,7 +26,9 @@ def names(experiment: str, wanted: list[str], modes: list[str] = MODES) -> dict[
 def test_rows_are_chosen_by_label_or_mode() -> None:
     assert names("main", ["trace", "bf16"]) == {"decoupled": ["bf16", "trace"], "bypass": ["bf16", "trace"]}
     assert names("bits", ["1.125 bits"]) == {"bits": ["1.125 bits"]}
-    assert names("bits", ["bf16"]) == {"bits": ["bf16"], "parts": ["bf16", "bf16 no replay"]}
+    assert names("bits", ["bf16"]) == {"bits": ["bf16"], "parts": ["bf16"]}
+    assert names("bits", ["trace-all"])["bits"][:2] == ["4.5 bits", "1.5 bits"]
+    assert names("bits", ["trace-all"])["parts"] == ["trace-all"]
 
 
 def test_a_mode_of_no_table_joins_all() -> None:
@@ -36,7 +40,7 @@ def test_the_policy_that_is_evaluated_is_trained() -> None:
 
 
 def test_unknown_and_missing_modes() -> None:
-    with pytest.raises(ConfigError, match="there is no mode 'trase', did you mean trace"):
+    with pytest.raises(ConfigError, match="there is no mode 'trase'; did you mean trace"):
         names("main", ["trase"])
     with pytest.raises(ConfigError, match="--modes names qat twice"):
         names("main", ["qat", "qat"])
@@ -73,6 +77,9 @@ def test_the_recipes_of_the_ladder_fit_their_task(name: str) -> None:
             assert len(prompt.text) + rung.sampling.max_new_tokens <= rung.rollout.max_model_len
         assert rung.rollout.max_model_len <= rung.start.model.max_position_embeddings
         RunConfig.model_validate(rung.recipe("somewhere"))
+        with torch.device("meta"):
+            weights = sum(p.numel() for p in build_model(rung.warmstart(), tokenizer).parameters())
+        assert 12 * weights <= 60e6 or name == "wide"  # FP32 masters and two moments: a state
     finally:
         getattr(task, "close", lambda: None)()
 

@@ -77,7 +77,7 @@ def test_all_pages_are_written(made_up: MakeUp) -> None:
     pictures = {path.name for path in (plan.out / "figures/dynamics").iterdir()}
     assert pictures == {
         f"{name}.png"
-        for name in ("reward_mean", "mismatch_logprob_abs_diff_mean", "train_entropy", "response_length_mean")
+        for name in ("reward-mean", "mismatch-logprob_abs_diff_mean", "train-entropy", "response-length_mean")
     }
     stored = json.loads((plan.out / "results.json").read_text())
     assert {"commit", "command", "hardware", "versions", "tables", "invocations", "seeds"} <= stored.keys()
@@ -130,7 +130,7 @@ def test_a_pack_keeps_to_its_size(made_up: MakeUp, tmp_path: Path, monkeypatch: 
     parts = sorted(path.name for path in (tmp_path / "pack").glob("state.*"))
     assert len(parts) == facts["parts"] == 4
     assert all(path.stat().st_size <= 100_000 for path in (tmp_path / "pack").glob("state.*"))
-    with pytest.raises(TracefpError, match="takes 0.2 MB: allow more MB"):
+    with pytest.raises(TracefpError, match=r"takes 0\.2 MB: allow more MB"):
         pack(plan, tmp_path / "pack", 0.1)
     pack(plan, tmp_path / "pack", 0.4)
     (tmp_path / "pack" / parts[1]).unlink()

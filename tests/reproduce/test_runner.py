@@ -146,7 +146,7 @@ def test_a_folder_keeps_to_its_settings(made_up: MakeUp) -> None:
     assert read_plan(more.out)["seeds"] == [0, 1, 2]
     for change, message in (
         ({"seeds": (0,)}, "has seed 1 too, which --seeds leaves out"),
-        ({"seeds": (0, 1, 2), "modes": ("bf16",)}, "has qat in dynamics too, which --modes leaves out"),
+        ({"seeds": (0, 1, 2), "modes": ("bf16",)}, "has naive in dynamics too, which --modes leaves out"),
         ({"seeds": (0, 1, 2), "steps": 7}, "has --steps 20, now it is 7"),
         ({"experiment": "main", "modes": ("bf16",)}, "has --experiment dynamics, now it is main"),
     ):

@@ -70,6 +70,6 @@ def test_stability_of_a_control() -> None:
 
 
 def test_collapse_is_a_fall_below_half_of_the_best() -> None:
-    assert collapse_step(curve((0.4, 50), (0.8, 100), (0.1, 50))) == 160
+    assert collapse_step(curve((0.4, 50), (0.8, 100), (0.1, 50))) == 161  # .8 - .7 k / 20 < .4 from k = 12
     assert collapse_step(curve((0.4, 50), (0.8, 100), (0.5, 50))) is None
     assert collapse_step(curve((0.02, 50), (0.0, 50))) is None

@@ -242,7 +242,8 @@ def _base(mode: str) -> str:
 
 
 def _selected(table: Table, names: Sequence[str]) -> tuple[Arm, ...]:
-    """The arms of these names, and those whose trained policy they evaluate."""
-    arms = [arm for arm in table.arms if {arm.name, arm.mode} & set(names)]
+    """The arms of these labels, all of a mode where no label is its name, and arms whose policy those evaluate."""
+    labels = {arm.name for arm in table.arms}
+    arms = [arm for arm in table.arms if arm.name in names or (arm.mode in names and arm.mode not in labels)]
     wanted = {arm.name for arm in arms} | {arm.policy_of for arm in arms}
     return tuple(arm for arm in table.arms if arm.name in wanted)

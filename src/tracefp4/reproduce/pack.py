@@ -157,7 +157,7 @@ def _split(source: Path, folder: Path) -> int:
     ensure_dir(folder)
     count = 0
     with source.open("rb") as stream:
-        while data := stream.read(PART_MEGABYTES * _MB):
+        while data := stream.read(int(PART_MEGABYTES * _MB)):
             (folder / _PART.format(count)).write_bytes(data)
             count += 1
     return count

@@ -118,7 +118,7 @@ class Calculator:
             turns, value = self._calls(prompt.metadata["expression"].split(), chance, flawed)
             if not flawed or str(value) != prompt.answer:
                 break
-        return [*turns, f"#### {value if turns or not flawed else value + 1}"]
+        return [*turns, f"#### {value}"]
 
     def _calls(self, terms: list[str], chance: Random, flawed: bool) -> tuple[list[str], int]:
         """(the turns with calls, the last one's value)."""

@@ -18,7 +18,7 @@ from tracefp4.tasks.tokenizer import EOS_TOKEN, FREE_LETTERS
 
 # Seeds as in running_sums: the test pool near 0, step s of task seed t in its own window above 2**64.
 TEST_SEED = 20_260_000
-TEST_POOL = 2048
+TEST_POOL = 1024
 STEP_WINDOW = 2**20
 MAX_STEP = 2**31
 MAX_TRAIN_PROMPTS = 2**14
@@ -69,7 +69,7 @@ class Euclid:
         return prompts
 
     def test_prompts(self, n: int) -> list[Prompt]:
-        """The first ``n`` of the held-out pool (at most 2048 problems), independent of the seed.
+        """The first ``n`` of the held-out pool (at most 1024 problems), independent of the seed.
 
         Raises:
             TracefpError: ``n`` is below 1 or above the pool's size.
@@ -132,7 +132,7 @@ def _test_pool(config: EuclidConfig) -> tuple[Prompt, ...]:
 
 def _distinct(config: EuclidConfig, prefix: str, first_seed: int, n: int, excluded: frozenset[str]) -> list[Prompt]:
     """Up to ``n`` problems of a fitting length, skipping repeats and ``excluded``."""
-    candidates = min(STEP_WINDOW, 64 * n + 4096)  # a config with few problems fails fast instead of spinning
+    candidates = min(STEP_WINDOW, 16 * n + 2048)  # a config with few problems fails fast instead of spinning
     dataset = _dataset(config, first_seed, candidates)
     prompts: list[Prompt] = []
     seen = set(excluded)
