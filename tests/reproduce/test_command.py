@@ -73,6 +73,20 @@ def test_the_table_and_the_status(made: tuple[str, ...], tmp_path: Path, capsys:
     ]
 
 
+def test_the_table_of_another_machines_runs(
+    made: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call("dynamics", *made, "--seeds", "0", "--max-minutes", "0")
+    plan = tmp_path / "out/plan.json"
+    plan.write_text(plan.read_text().replace('"device": "cpu"', '"device": "cuda"'))
+    capsys.readouterr()
+    assert call("status", str(tmp_path / "out")) == 0
+    assert call("table", str(tmp_path / "out")) == 0
+    assert "Not yet a comparison" in capsys.readouterr().out
+    assert call("dynamics", *made, "--seeds", "0") == 2
+    assert "has --device cuda, now it is cpu" in capsys.readouterr().err
+
+
 def test_time_that_is_up(made: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("dynamics", *made, "--max-minutes", "0") == 4
     printed = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""`tracefp4 reproduce NAME`, `reproduce status DIR`, `reproduce pack DIR PACK`, `reproduce unpack PACK DIR`."""
+"""`tracefp4 reproduce NAME`, `reproduce status | table DIR`, `reproduce pack DIR PACK`, `reproduce unpack PACK DIR`."""
 
 from __future__ import annotations
 
@@ -109,6 +109,21 @@ def status(folder: Folder) -> None:
 
 
 @app.command()
+def table(folder: Folder) -> None:
+    """Print and write the tables and plots of what a folder holds; runs nothing."""
+    from tracefp4.reproduce.page import write_results
+    from tracefp4.reproduce.plan import read_plan
+    from tracefp4.reproduce.results import gather
+
+    plan = _stored(folder)
+    with folder_lock(folder):
+        results = gather(plan)
+        written = write_results(plan, read_plan(folder), results)
+    _print(results)
+    print(f"written in {folder}: {', '.join(written)}")
+
+
+@app.command()
 def pack(
     folder: Folder,
     target: PackFolder,
@@ -191,7 +206,7 @@ def _stored(folder: Path) -> Plan:
     facts = read_plan(folder)
     if not facts:
         raise ConfigError(f"{folder} holds no reproduction: it has no plan.json")
-    return make_plan(stored_request(facts), folder)
+    return make_plan(stored_request(facts), folder, to_run=False)
 
 
 def _again(request: Request, out: Path) -> str:

@@ -142,8 +142,10 @@ class Plan:
         return all(spec.done for spec in self.specs)
 
 
-def make_plan(request: Request, out: Path) -> Plan:
+def make_plan(request: Request, out: Path, to_run: bool = True) -> Plan:
     """All runs of a command, seed by seed, so that an interrupted one holds whole comparisons. Touches no file.
+
+    to_run: False for a plan that is looked at only, and may be another machine's.
 
     Raises:
         ConfigError: a name is unknown, a recipe or a setting of an arm cannot be used, or the device is not there.
@@ -153,7 +155,7 @@ def make_plan(request: Request, out: Path) -> Plan:
     experiment = chosen(EXPERIMENTS[request.experiment], request.modes, [m.name for m in list_methods()])
     seeds = request.seeds or ((0,) if request.tiny else experiment.seeds)
     steps = request.steps or (TINY_STEPS if request.tiny else experiment.steps)
-    device, device_settings = _device(request.device)
+    device, device_settings = _device(request.device) if to_run else (request.device, ())
     starts: dict[Path, RungConfig] = {}
     specs: dict[tuple[str, str], list[Any]] = {}
     for table in experiment.tables:
@@ -211,6 +213,8 @@ def _device(asked: str) -> tuple[str, tuple[str, ...]]:
         raise ConfigError("--device cuda: this machine has no CUDA device")
     if asked == "cuda" and not wired:
         raise ConfigError("--device cuda: this version's runs are on the CPU only")
+    if asked == "auto" and torch.cuda.is_available() and not wired:
+        warn("this version's runs are on the CPU only, whatever devices there are")
     device = "cuda" if wired and torch.cuda.is_available() and asked != "cpu" else "cpu"
     return device, (f"run.device={device}",) if wired else ()
 
