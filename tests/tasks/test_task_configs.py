@@ -73,8 +73,8 @@ ERRORS = [
     (
         "",
         "task.name=datset",
-        'task.name must be one of "running_sums", "dataset", "reasoning_gym", "calculator", "text_search", got '
-        "\"datset\" in the override 'task.name=datset'; did you mean dataset?",
+        'task.name must be one of "running_sums", "dataset", "reasoning_gym", "calculator", "text_search", "euclid", '
+        '"programs", got "datset" in the override \'task.name=datset\'; did you mean dataset?',
     ),
     ("", "task.name=3", "task.name must be one of "),
     ("task = 3\n", "", "task must be a section with keys of its own, got 3 in r.toml"),
