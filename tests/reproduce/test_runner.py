@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -153,6 +154,21 @@ def test_a_folder_keeps_to_its_settings(made_up: MakeUp) -> None:
         with pytest.raises(Exception, match=message):
             made_up(**change)
     assert len(read_plan(more.out)["resumes"]) == 1
+
+
+def test_overrides_change_the_recipe_of_all_rows(made_up: MakeUp) -> None:
+    out = made_up().out
+    request = stored_request(read_plan(out))
+    for settings, same_start in ((("train.lr=1e-3",), True), (("task.free_letters=3",), False)):
+        plan = make_plan(replace(request, settings=settings), out)
+        assert (list(plan.starts) == list(make_plan(request, out).starts)) == same_start
+        with pytest.raises(Exception, match=r"has other overrides \(none\): give the same"):
+            open_plan(plan)
+    plan = make_plan(replace(request, settings=("train.lr=3e-4",)), out.parent / "other")
+    open_plan(plan)
+    recipe = json.loads((plan.out / "recipes/dynamics.json").read_text())
+    assert recipe["train"]["lr"] == 3e-4
+    assert make_plan(stored_request(read_plan(plan.out)), plan.out) == plan
 
 
 def test_a_damaged_plan_is_named(made_up: MakeUp) -> None:

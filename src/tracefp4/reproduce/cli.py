@@ -33,6 +33,10 @@ Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a rep
 PackFolder = Annotated[Path, typer.Argument(metavar="PACK", help="The folder of the pack.", show_default=False)]
 
 
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Settings of the rung's recipe to change, e.g. train.lr=1e-4."),
+]
 Out = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="The folder to write or go on with; runs/reproduce/NAME unless told."),
@@ -56,6 +60,7 @@ Whole = Annotated[
 
 def _command(name: str) -> Callable[..., None]:
     def command(
+        overrides: Overrides = None,
         *,
         out: Out = None,
         recipe: Rung = None,
@@ -73,7 +78,9 @@ def _command(name: str) -> Callable[..., None]:
         if profile not in ("full", "tiny"):
             raise ConfigError(f"--profile must be full or tiny, got {profile!r}")
         numbers = tuple(parse_seeds(seeds)) if seeds is not None else ()
-        request = Request(name, recipe, _names(modes), numbers, steps, profile == "tiny", device)
+        request = Request(
+            name, recipe, _names(modes), numbers, steps, profile == "tiny", device, tuple(overrides or ())
+        )
         deadline = None if max_minutes is None else time.monotonic() + 60 * max_minutes
         _reproduce(request, out or Path("runs", "reproduce", name), jobs, deadline, whole)
 
@@ -210,7 +217,7 @@ def _stored(folder: Path) -> Plan:
 
 
 def _again(request: Request, out: Path) -> str:
-    words = ["tracefp4", "reproduce", request.experiment, "--out", str(out)]
+    words = ["tracefp4", "reproduce", request.experiment, *request.settings, "--out", str(out)]
     for option, value in (
         ("--recipe", request.recipe),
         ("--profile", "tiny" if request.tiny else None),

@@ -37,7 +37,8 @@ TINY_STEPS = 3
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for; None and () take the experiment's own. device: auto, cpu or cuda."""
+    """What the command line asks for; None and () take the experiment's own. device: auto, cpu or cuda; settings:
+    overrides of the rung's recipe."""
 
     experiment: str
     recipe: str | None = None
@@ -46,6 +47,7 @@ class Request:
     steps: int | None = None
     tiny: bool = False
     device: str = "auto"
+    settings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,7 @@ def make_plan(request: Request, out: Path, to_run: bool = True) -> Plan:
     if request.experiment not in EXPERIMENTS:
         raise ConfigError(f"there is no reproduce {request.experiment}: one of {', '.join(EXPERIMENTS)}")
     experiment = chosen(EXPERIMENTS[request.experiment], request.modes, [m.name for m in list_methods()])
+    _check_settings(request, experiment)
     seeds = request.seeds or ((0,) if request.tiny else experiment.seeds)
     steps = request.steps or (TINY_STEPS if request.tiny else experiment.steps)
     device, device_settings = _device(request.device) if to_run else (request.device, ())
@@ -179,9 +182,24 @@ def _start(request: Request, table: Table, out: Path) -> tuple[RungConfig, Path]
     name = table.rung or request.recipe or DEFAULT_RUNG
     if table.rung and request.recipe:
         raise ConfigError(f"reproduce {request.experiment} climbs the ladder itself: leave --recipe away")
-    rung = load_rung(name, request.tiny)
+    rung = load_rung(name, request.tiny, request.settings)
     label = f"{TINY}-{rung.start.model.num_layers}" if request.tiny else Path(name).stem
     return rung, out.parent / STARTS / f"{label}-{rung.start_hash}"
+
+
+def _check_settings(request: Request, experiment: Experiment) -> None:
+    """Refuses what would be set otherwise afterwards. Raises ConfigError."""
+    taken = {_key(text): t.key for t in experiment.tables for arm in t.arms for text in (*t.settings, *arm.settings)}
+    flags = {"run.steps": "--steps", SEED_KEY: "--seeds", "run.device": "--device"}
+    for text in request.settings:
+        if (key := _key(text)) in flags:
+            raise ConfigError(f"the override '{text}' contradicts {flags[key]}, which sets {key}")
+        if key in taken:
+            raise ConfigError(f"the override '{text}' contradicts the table {taken[key]}, whose rows set {key}")
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].strip()
 
 
 def _forms(
@@ -233,6 +251,7 @@ def open_plan(plan: Plan) -> dict[str, Any]:
         "recipe": plan.request.recipe,
         "profile": TINY if plan.request.tiny else "full",
         "device": plan.device,
+        "settings": list(plan.request.settings),
         "steps": plan.steps,
         "starts": {start.name: resolved(rung) for start, rung in plan.starts.items()},
     }
@@ -274,6 +293,7 @@ def stored_request(facts: dict[str, Any]) -> Request:
         facts["steps"],
         facts["profile"] == TINY,
         facts["device"],
+        tuple(facts["settings"]),
     )
 
 
@@ -289,6 +309,8 @@ def _check_same(out: Path, before: dict[str, Any], asked: dict[str, Any], size: 
             continue
         if key == "starts":
             raise ConfigError(f"the recipe has changed since {out} was begun: set it back, or choose another --out")
+        if key == "settings":
+            raise ConfigError(f"{out} has other overrides ({', '.join(before[key]) or 'none'}): give the same")
         raise ConfigError(
             f"{out} has --{key} {before.get(key)}, now it is {value}: give the same, or choose another --out"
         )

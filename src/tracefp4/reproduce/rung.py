@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -100,13 +101,13 @@ def find_recipe(name: str) -> Path:
     raise ConfigError(f"--recipe {name} is no rung of the ladder{hint}, or give a .toml file")
 
 
-def load_rung(name: str, tiny: bool = False) -> RungConfig:
+def load_rung(name: str, tiny: bool = False, overrides: Sequence[str] = ()) -> RungConfig:
     """The recipe of a rung. tiny: the miniature one in its place, with fewer layers the lower the rung.
 
     Raises:
         ConfigError: there is none, or it cannot be used.
     """
     if not tiny:
-        return load_config(find_recipe(name), [], RungConfig)
+        return load_config(find_recipe(name), list(overrides), RungConfig)
     layers = _TINY_LAYERS.get(name, 2)
-    return load_config(find_recipe(TINY), [f"start.model.num_layers={layers}"], RungConfig)
+    return load_config(find_recipe(TINY), [f"start.model.num_layers={layers}", *overrides], RungConfig)

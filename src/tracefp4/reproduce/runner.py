@@ -21,11 +21,11 @@ from tracefp4.files import append_text
 from tracefp4.report import ensure_dir, write_json_atomic
 from tracefp4.report.logger import METRICS, TIMING
 from tracefp4.report.provenance import usable_cores
-from tracefp4.reproduce.plan import Plan, Spec, write_scores
+from tracefp4.reproduce.plan import Plan, Spec, scores_of, write_scores
 from tracefp4.reproduce.rung import RungConfig
 
 POLL_SECONDS = 0.2
-GRACE_SECONDS = 90.0
+GRACE_SECONDS = 45.0
 """A step of a large rung, with a GPU that is shared, ends before a run writes its state."""
 EARLY_STEPS = 3
 INVOCATIONS = "invocations.jsonl"
@@ -155,7 +155,7 @@ def _next(
             if pending or source is None or source.failed:
                 continue
         expected = expected_seconds(spec, plan)
-        if limits.whole and expected is not None and expected > limits.left:
+        if limits.whole and expected is not None and expected + _evaluation_seconds(spec, plan) > limits.left:
             outcome.in_time = False
             continue
         return spec
@@ -206,6 +206,12 @@ def _tell_early(job: _Job, say: Say) -> None:
     if (seconds := step_seconds(job.spec)) is not None:
         left = (job.spec.steps - job.child.steps_done()) * seconds / 60
         say(f"{job.spec.name}: {seconds:.2f} s a step, {left:.1f} min for the steps left")
+
+
+def _evaluation_seconds(spec: Spec, plan: Plan) -> float:
+    """The most that another run of the table took."""
+    known = [scores["seconds"] for other in plan.of_table(spec.table.key) if (scores := scores_of(other))]
+    return float(max(known, default=0.0))
 
 
 # Times
