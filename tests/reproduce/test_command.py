@@ -1,16 +1,17 @@
 """`tracefp4 reproduce` as a user calls it, with real runs of the tiny profile."""
 
 import json
-import subprocess
-import sys
-import time
+import os
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tracefp4.cli import main
-from tracefp4.reproduce.plan import Plan
+from tracefp4.reproduce.plan import Plan, Request, make_plan
+from tracefp4.train.warmstart import run_warmstart
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,29 +23,31 @@ def call(*arguments: str) -> int:
     return caught.value.code
 
 
-def test_a_killed_command_goes_on_to_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real thing: warm start, a run, killed by force while it trains, gone on with, evaluated."""
+def test_a_stopped_command_goes_on_to_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real thing: a run that is stopped by a signal while it trains, gone on with, evaluated."""
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}")
-    words = ["dynamics", "--profile", "tiny", "--modes", "bf16", "--steps", "8", "--out", str(tmp_path / "out")]
-    first = subprocess.Popen(
-        [sys.executable, "-m", "tracefp4", "reproduce", *words], stderr=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    metrics = tmp_path / "out/dynamics/bf16/seed0/metrics.jsonl"
-    deadline = time.monotonic() + 300
+    out = tmp_path / "out"
+    words = ["dynamics", "--profile", "tiny", "--modes", "bf16", "--steps", "8", "--jobs", "2", "--out", str(out)]
+    for start, rung in make_plan(Request("dynamics", None, ("bf16",), (), 8, True), out).starts.items():
+        run_warmstart(rung.warmstart(), start)  # here: a process less
+    metrics = out / "dynamics/bf16/seed0/metrics.jsonl"
+    ended = threading.Event()
+
+    def stop() -> None:
+        while not ended.wait(0.02):
+            if metrics.exists() and metrics.read_bytes().count(b"\n") >= 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    threading.Thread(target=stop, daemon=True).start()
     try:
-        while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 3):
-            assert first.poll() is None, first.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        assert call(*words) == 128 + signal.SIGTERM
     finally:
-        first.kill()
-        first.communicate()
-    assert not (tmp_path / "out/results.json").exists()
-    while (metrics.parent / "run.lock").exists():  # its run notices, and saves its state
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+        ended.set()
+    assert not (out / "results.json").exists()
+    assert list((metrics.parent / "states").iterdir())
     assert call(*words) == 0
-    results = json.loads((tmp_path / "out/results.json").read_text())
+    results = json.loads((out / "results.json").read_text())
     arm = results["tables"]["dynamics"]["arms"]["bf16"]
     assert arm["steps"] == [8]
     assert arm["scores"]["fp4"]["problems"] == 16
