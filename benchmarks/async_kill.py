@@ -1,10 +1,10 @@
-"""Kills an asynchronous run with SIGKILL again and again, at random moments: one of its two processes, the supervisor
-alone, or all three; resumes it where it ended, and checks what is left.
+"""Harms an asynchronous run again and again, at random moments: kills one of its two processes, the supervisor alone,
+or all three with SIGKILL, or stops one for ever with SIGSTOP; resumes the run where it ended, and checks what is left.
 
-python benchmarks/async_kill.py [--kills 20] [--seed 0] [--steps 40] [--max-lag 2] [--on-stale wait|drop]
+python benchmarks/async_kill.py [--kills 20] [--seed 0] [--steps 80] [--max-lag 2] [--on-stale wait|drop]
 
 Every step must be in the files once, no step may lag by more than --max-lag, no process may outlive its supervisor, and
-no weights, records or half-written files may be left at the end.
+no weights, records or half-written files may be left at the end. A kill counts where it hit a process that ran.
 """
 
 from __future__ import annotations
@@ -44,15 +44,18 @@ eval_every = 4
 state_every = 2
 threads = 1
 tensorboard = false
+hang_seconds = 20
+start_seconds = 120
 """
 ORPHAN_SECONDS = 10.0
+WHO = ("rollout", "trainer")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--max-lag", type=int, default=2)
     parser.add_argument("--on-stale", choices=["wait", "drop"], default="wait")
     options = parser.parse_args()
@@ -88,8 +91,11 @@ class Check:
             run = self.start()
         self.check_files()
         said = self.log.read_text(encoding="utf-8")
-        replaced = {who: said.count(f"the {who} process was killed by signal 9") for who in ("rollout", "trainer")}
+        ends = {"killed": "process was killed by signal 9; ", "hung": "process showed no progress for "}
+        replaced = {f"{who} {how}": said.count(f"the {who} {text}") for how, text in ends.items() for who in WHO}
         print(f"{self.killed.total()} kills: {dict(self.killed)}; replaced: {replaced}; problems: {self.problems}")
+        if self.killed.total() < self.options.kills:
+            print(f"the run was done before {self.options.kills} kills: give more --steps")
         if self.problems:
             print(said[-4000:])
         return not self.problems
@@ -121,19 +127,18 @@ class Check:
         return False
 
     def kill(self, run: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
-        """Kills one of the processes or all; the run as it goes on."""
+        """Kills one of the processes or all, or stops one; the run as it goes on."""
         children = self.children(run.pid)
-        what = self.random.choice(["child", "child", "supervisor", "all"])
-        if what == "child":
-            if children:
-                _kill(self.random.choice(children))
+        what = self.random.choice(["child", "child", "stopped child", "supervisor", "all"])
+        if what in ("child", "stopped child"):
+            signum = signal.SIGKILL if what == "child" else signal.SIGSTOP
+            if children and _send(self.random.choice(children), signum):
                 self.killed[what] += 1
             return run
         doomed = [run.pid, *children] if what == "all" else [run.pid]
-        for pid in doomed:
-            _kill(pid)
+        hit = [_send(pid, signal.SIGKILL) for pid in doomed]
         run.wait()
-        self.killed[what] += 1
+        self.killed[what] += any(hit)
         print(f"{self.killed.total()} kills, {self.lines()} steps logged", flush=True)
         wait = self.random.random() < 0.5  # else resume at once, beside what has not ended yet
         if wait:
@@ -158,7 +163,7 @@ class Check:
 
     def check_orphans(self, pids: list[int]) -> None:
         deadline = time.monotonic() + ORPHAN_SECONDS
-        while left := [pid for pid in pids if _runs(pid)]:
+        while left := [pid for pid in pids if _state(pid) != "Z"]:
             if time.monotonic() > deadline:
                 self.problems.append(f"processes {left} outlived their supervisor by {ORPHAN_SECONDS:.0f} s")
                 return
@@ -190,19 +195,23 @@ class Check:
             self.problems.append(f"left over: {extra}")
 
 
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-
-
-def _runs(pid: int) -> bool:
-    """A zombie that init has not collected yet does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
+def _send(pid: int, signum: int) -> bool:
+    """Whether there was a process to hit, one that is not stopped already."""
+    if _state(pid) in ("Z", "T"):
         return False
+    try:
+        os.kill(pid, signum)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _state(pid: int) -> str:
+    """A letter of proc(5): Z also for a process that is gone, T for one that is stopped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -16,8 +16,10 @@ from tracefp4.asynchronous.buffer import Group
 from tracefp4.asynchronous.channel import Channel
 from tracefp4.asynchronous.child import Payload, child
 from tracefp4.asynchronous.messages import (
+    Aborted,
     Admit,
     Alive,
+    Counted,
     Done,
     Evaluate,
     Evaluated,
@@ -40,7 +42,10 @@ from tracefp4.types import Trajectory
 
 @dataclass(frozen=True)
 class FakeRun:
-    """folder: where each process appends what it did. kill_*: (incarnation or step) at which a process kills itself."""
+    """folder: where each process appends what it did. kill_*: (group or step) at which a process kills itself. hang:
+    who stops doing anything, once: "rollout", "rollout start", "evaluation", "trainer", "trainer start"; "trainer
+    always" as well in every process that follows. stale_groups: the rollout ends them half-done. heir: a rollout that
+    kills itself leaves a process behind, which holds its end of the channel."""
 
     folder: str
     steps: int = 6
@@ -49,11 +54,11 @@ class FakeRun:
     kill_rollout_at: tuple[int, ...] = ()
     kill_trainer_at: tuple[int, ...] = ()
     fail_trainer: str = ""
-    hang_rollout: bool = False
-    hang_evaluation: bool = False
+    hang: str = ""
     skipped_groups: tuple[int, ...] = ()
+    stale_groups: tuple[int, ...] = ()
     state_every: int = 2
-    flags: dict[str, bool] = field(default_factory=dict)
+    heir: bool = False
 
 
 def trajectory(index: int, versions: list[int]) -> Trajectory:
@@ -84,12 +89,18 @@ def note(run: FakeRun, who: str, **what: object) -> None:
         file.write(json.dumps(what) + "\n")
 
 
+def hang_here(run: FakeRun, where: str) -> None:
+    if run.hang == f"{where} always" or (run.hang == where and once(run.folder, "hang")):
+        time.sleep(600)
+
+
 def rollout(connection: Connection, run: FakeRun, start: RolloutStart) -> None:
     """Each group takes four ticks, slow ones sixteen; a token is sampled in every tick, under the version it holds."""
     channel = Channel(connection)
     version, admitted, nxt = start.weights.version, start.admitted, start.next_index
     queue, running = list(start.redo), {}
     note(run, "rollout", incarnation=start.incarnation, redo=list(start.redo), first=nxt, version=version)
+    hang_here(run, "rollout start")
     stop = False
     while not stop:
         try:
@@ -102,15 +113,11 @@ def rollout(connection: Connection, run: FakeRun, start: RolloutStart) -> None:
                     case Admit(total):
                         admitted = total
                     case Evaluate(tag):
-                        if run.hang_evaluation and once(run.folder, "hang"):
-                            channel.send(Alive())
-                            time.sleep(60)
+                        channel.send(Alive())
+                        hang_here(run, "evaluation")
                         channel.send(Evaluated(tag, 0.5))
                     case Stop():
                         stop = True
-            if run.hang_rollout and once(run.folder, "hang"):
-                channel.send(Started(nxt, version))
-                time.sleep(60)
             while len(running) < 4 and (queue or nxt < admitted):
                 index = queue.pop(0) if queue else nxt
                 nxt = max(nxt, index + 1)
@@ -124,9 +131,17 @@ def rollout(connection: Connection, run: FakeRun, start: RolloutStart) -> None:
             for index, versions in list(running.items()):
                 versions.append(version)
                 if index in run.kill_rollout_at and once(run.folder, f"rollout-{index}"):
+                    if run.heir and os.fork() == 0:
+                        time.sleep(30)
+                        os._exit(0)
                     os.kill(os.getpid(), signal.SIGKILL)
-                if len(versions) == (16 if index in run.slow_groups else 4):
+                if index in run.stale_groups and len(versions) == 2:
+                    del running[index]
+                    channel.send(Counted({"guidance/dropped/full": 1.0}))
+                    channel.send(Aborted(index, 10))
+                elif len(versions) == (16 if index in run.slow_groups else 4):
                     channel.send(Finished(Group(index, [trajectory(index, running.pop(index))])))
+                    hang_here(run, "rollout")
         except ConnectionError:
             return
 
@@ -135,7 +150,9 @@ def trainer(connection: Connection, run: FakeRun, lost: int) -> None:
     channel = Channel(connection)
     folder = Path(run.folder)
     saved = folder / "state.json"
-    version = json.loads(saved.read_text())["version"] if saved.exists() else 0
+    state = json.loads(saved.read_text()) if saved.exists() else {}
+    version, totals = state.get("version", 0), state.get("totals", {})
+    hang_here(run, "trainer start")
 
     def publish() -> Weights:
         path = folder / f"v{version}.safetensors"
@@ -143,7 +160,7 @@ def trainer(connection: Connection, run: FakeRun, lost: int) -> None:
         return Weights(version, str(path))
 
     try:
-        channel.send(Ready(publish()))
+        channel.send(Ready(publish(), totals))
         if not version:
             channel.send(Evaluate("start"))
             assert isinstance(channel.receive(), Evaluated)
@@ -155,7 +172,12 @@ def trainer(connection: Connection, run: FakeRun, lost: int) -> None:
                 return
             assert isinstance(got, Groups)
             lags = [version - g.oldest_version for g in got.groups]
-            note(run, "trainer", version=version, groups=[g.index for g in got.groups], lags=lags)
+            totals = got.totals
+            used = [g.index for g in got.groups]
+            note(run, "trainer", version=version, groups=used, lags=lags, totals=totals, replaced=got.replaced)
+            if version == 1:
+                hang_here(run, "trainer")
+            channel.send(Alive())
             time.sleep(run.step_seconds)
             if version in run.kill_trainer_at and once(run.folder, f"trainer-{version}"):
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -164,7 +186,7 @@ def trainer(connection: Connection, run: FakeRun, lost: int) -> None:
                 return
             version += 1
             if version % run.state_every == 0:
-                saved.write_text(json.dumps({"version": version}))
+                saved.write_text(json.dumps({"version": version, "totals": totals}))
             channel.send(Published(publish()))
         channel.send(Done({"steps": version}))
     except ConnectionError:
@@ -176,7 +198,7 @@ def _busy(connection: Connection, payload: Payload, name: str) -> None:
         if name == "trainer":
             channel.send(Ready(Weights(0, "")))
         note(FakeRun(str(payload.run_dir)), name, pid=os.getpid())
-        time.sleep(60)
+        time.sleep(600)
 
 
 def busy_trainer(connection: Connection, payload: Payload, lost: int) -> None:

@@ -210,7 +210,7 @@ SETTINGS = [
     setting("sampling.max_new_tokens=64", "leaves no room for a prompt in rollout.max_model_len 64: raise it"),
     setting(
         "sampling.max_prompt_tokens=1",
-        "every prompt exceeds 1 tokens: raise rollout.max_model_len, and sampling.max_pr",
+        "every prompt exceeds 1 tokens .the shortest has [0-9]+.: raise rollout.max_model_len",
     ),
     setting("sampling.chat_template=on", 'no chat template, which sampling.chat_template = "on" requires'),
     setting("method.name=trac", r"unknown method 'trac'; did you mean trace or trace-all\?"),
@@ -283,7 +283,7 @@ DATA = [
         "problem train-4, .*mend it, or use",
         "task.check.kind=math",
     ),
-    rows("every prompt too long", LONG, "every prompt exceeds 58 tokens: raise rollout.max_model_len"),
+    rows("every prompt too long", LONG, "every prompt exceeds 58 tokens .the shortest has "),
     rows(
         "a prompt too long",
         LONG,
@@ -692,7 +692,7 @@ RESUMES: dict[str, tuple[Make, str, str]] = {
     "broken metrics": (text("{x\n{}\n", "metrics.jsonl"), "", "out/metrics.jsonl lacks step 0.*start it anew"),
     "binary metrics": (text(b"\xff\n\xff\n", "metrics.jsonl"), "", "out/metrics.jsonl lacks step 0.*start it anew"),
     "no timing": (lambda at: (at / "timing.jsonl").unlink(), "", "out/timing.jsonl lacks step 0.*start it anew"),
-    "broken events": (text("{\n", "events.jsonl"), "", "line 1 of out/events.jsonl is no event: mend or remove"),
+    "broken events": (text("{\n", "events.jsonl"), "", "line 1 of out/events.jsonl is of no step: mend or remove"),
     "broken run.json": (text("{", "run.json"), "", "out/run.json cannot be read .*: mend it, or train into another"),
     "complete, no state": (
         without_states,

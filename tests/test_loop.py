@@ -153,7 +153,7 @@ BAD_STARTS = [
     ("tokenizer.json", "{", {}, "the tokenizer in .* cannot be read"),
     (None, None, {"task": {"max_digits": 1, "max_terms": 3}, "sampling": {"prompts_per_step": 60000}}, "distinct"),
     (None, None, {"run": {"eval_prompts": 5000}}, "the held-out pool; got 5000"),
-    (None, None, {"sampling": {"max_new_tokens": 250}}, "every prompt exceeds 6 tokens: raise rollout.max_model_len"),
+    (None, None, {"sampling": {"max_new_tokens": 250}}, "every prompt exceeds 6 tokens .the shortest has "),
     (None, None, {"rollout": {"max_model_len": 100000}}, "rollout.max_model_len 100000 exceeds"),
     (None, None, {"rollout": {"max_num_seqs": 10**8}}, "the KV cache would take"),
 ]

@@ -31,6 +31,8 @@ eval_prompts = 2
 state_every = 2
 threads = 1
 tensorboard = false
+sample_every = 2
+sample_responses = 3
 """
 
 
@@ -66,12 +68,24 @@ def test_metrics_are_those_of_an_unbroken_run(step: int, reference: Path, tmp_pa
     with pytest.raises(Stop):
         run_training(config(), tmp_path, stop_after(step))
     summary = run_training(config(), tmp_path, resume=True)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == (reference / "metrics.jsonl").read_bytes()
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert (tmp_path / name).read_bytes() == (reference / name).read_bytes()
     steps = [json.loads(line)["step"] for line in (tmp_path / "timing.jsonl").read_text().splitlines()]
     assert steps == [0, 1, 2, 3, 4]
     assert summary["eval/pass_rate_start"] is not None
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "checkpoint" / name).read_bytes() == (reference / "checkpoint" / name).read_bytes()
+
+
+def test_samples_show_what_was_asked_answered_and_earned(reference: Path) -> None:
+    lines = [json.loads(line) for line in (reference / "samples.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0] * 3 + [2] * 3 + [4] * 3
+    for line in lines:
+        assert line["prompt"]
+        assert 0 < line["tokens"] <= 48
+        assert line["reward"] in (0.0, 1.0)
+        assert line["finish_reason"] in ("stop", "length")
+    assert len({line["request_id"].rsplit("/", 1)[0] for line in lines[:3]}) == 2  # both groups are seen
 
 
 def test_a_line_cut_short_by_the_kill_is_written_again(reference: Path, tmp_path: Path) -> None:
@@ -124,6 +138,8 @@ def test_a_state_within_the_first_step_can_be_resumed_twice(tmp_path: Path, monk
     run_training(settings, tmp_path, resume=True)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in samples] == [0, 0, 0, 2, 2, 2]
 
 
 def test_killed_twice(reference: Path, tmp_path: Path) -> None:

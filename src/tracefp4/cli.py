@@ -1,4 +1,4 @@
-"""The command line: `tracefp4 train | compare | eval | report | warmstart | methods | plan | guidance
+"""The command line: `tracefp4 train | compare | status | eval | report | warmstart | methods | plan | guidance
 | reproduce`.
 
 A user's error is one sentence on standard error and exit code 2; an unexpected exception keeps its traceback.
@@ -7,14 +7,13 @@ Commands import what they run on use, so that `--help` answers at once.
 
 from __future__ import annotations
 
-import errno
 import json
 import shlex
 import sys
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -25,6 +24,7 @@ from tracefp4.files import StorageError, folder_lock
 from tracefp4.guidance_cli import app as guidance_app
 from tracefp4.options import parse_numbers, parse_seeds
 from tracefp4.reproduce.cli import app as reproduce_app
+from tracefp4.terminal import print_error, say, system_refusal
 
 if TYPE_CHECKING:
     from tracefp4.loop import RunConfig
@@ -40,10 +40,6 @@ app = typer.Typer(
 app.add_typer(guidance_app, name="guidance")
 app.add_typer(reproduce_app, name="reproduce")
 
-_LONGEST_ERROR = 2000
-_REFUSALS = frozenset(
-    getattr(errno, name) for name in ("ENAMETOOLONG", "ELOOP", "ENOSPC", "EROFS", "EDQUOT", "EACCES", "EPERM", "EIO")
-)
 _STOPPED = 3
 _INTERRUPTED = 130
 MODES, SEEDS = "bf16,naive,qat,trace,trace-all", "0,1,2"
@@ -70,14 +66,14 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = _INTERRUPTED
     except Exception as error:
         if isinstance(error, TracefpError):
-            _print_error(str(error))
+            print_error(str(error))
             sys.exit(error.exit_code)
         if hasattr(error, "format_message"):  # typer's own, for a command line it cannot read
             if error.format_message():  # empty where no command was given and the help was shown
-                _print_error(f"{error.format_message()} (tracefp4 --help shows the commands)")
+                print_error(f"{error.format_message()} (tracefp4 --help shows the commands)")
             sys.exit(2)
-        if (refusal := _system_refusal(error)) is not None:
-            _print_error(refusal)
+        if (refusal := system_refusal(error)) is not None:
+            print_error(refusal)
             sys.exit(2)
         raise
     if code == _INTERRUPTED:  # typer's newer versions turn Ctrl-C into this code, older ones into Abort
@@ -163,6 +159,8 @@ def compare(
     names = [n.strip() for n in modes.split(",") if n.strip()] if modes is not None else before.get("modes")
     numbers = parse_seeds(seeds) if seeds is not None else before.get("seeds")
     names, numbers = names if names is not None else MODES.split(","), numbers or parse_seeds(SEEDS)
+    if resume and not before:
+        say(f"{out}: no comparison to go on with, starts anew", sys.stderr)
     settings = list(overrides or [])
     comparison.check_request(names, numbers, settings, jobs, before)
     planned = [
@@ -252,6 +250,32 @@ def chain(commands: Annotated[list[str], typer.Argument(metavar="COMMAND ARG... 
 
 
 @app.command()
+def status(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders that hold some.", show_default=False)
+    ],
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
+) -> None:
+    """Show where runs stand: steps, time left, recent figures, warnings."""
+    from rich.console import Console
+
+    from tracefp4.report.status import status_objects, status_table, statuses
+
+    rows = statuses(runs)
+    if as_json:
+        print(json.dumps(status_objects(rows), indent=2, sort_keys=True))
+        return
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)
+    console.print(status_table(rows))
+    for row in rows:
+        if row.last_warning:
+            console.print(f"{row.run}: {row.last_warning}", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
 def report(
     runs: Annotated[
         list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders that hold some.", show_default=False)
@@ -270,7 +294,7 @@ def report(
     from tracefp4.report.html import report as write_report
 
     page, *others = write_report(runs, out, png, csv)
-    _say(f"written: {page}" + (f" and {len(others)} more" if others else ""))
+    say(f"written: {page}" + (f" and {len(others)} more" if others else ""))
 
 
 @app.command()
@@ -382,12 +406,14 @@ def _train_all(planned: list[tuple[Path, RunConfig]], overwrite: bool, resume: b
         for run_dir, config in planned:
             kept = resume and (any(run_dir.glob(f"{STATES}/step-*")) or is_complete(run_dir, config.run.steps))
             if not kept:  # stopped before its first state: from the start
+                if resume:
+                    say(f"{run_dir}: no state to go on from, starts anew", sys.stderr)
                 create_run_dir(run_dir, overwrite=overwrite or resume)
         locks.enter_context(signals.stoppable())
         stopped = False
         for run_dir, config in planned:
             if resume and is_complete(run_dir, config.run.steps):
-                _say(f"{run_dir}: complete already")
+                say(f"{run_dir}: complete already")
                 continue
             try:
                 stopped |= not _train_one(run_dir, config, resume)
@@ -424,9 +450,11 @@ def _train_one(run_dir: Path, config: RunConfig, resume: bool) -> bool:
     if not (run_dir / FINAL).exists():
         write_json_atomic(run_dir / FINAL, final)
     if why := final.get("stopped_by"):
-        _say(f"{run_dir}: stopped by watch.{why['name']} after step {why['step']}; --resume goes on")
+        say(f"{run_dir}: stopped by watch.{why['name']} after step {why['step']}; --resume goes on")
         return False
-    _say(f"{run_dir}: done in {time.monotonic() - started:.1f} s")
+    start, end = (final.get(f"eval/pass_rate_{when}") for when in ("start", "end"))
+    rates = "" if start is None or end is None else f", held-out pass rate {start:.3f} -> {end:.3f}"
+    say(f"{run_dir}: done in {time.monotonic() - started:.1f} s{rates}")
     return True
 
 
@@ -441,29 +469,5 @@ def _saved_steps(states: Path) -> str:
 
 def _exit_stopped(stop: signals.Stopped, how_far: str, again: list[str]) -> NoReturn:
     """Says how to go on, and exits as a shell expects of a process that a signal ended."""
-    _say(f"stopped by {stop}{how_far}; go on with: {shlex.join(['tracefp4', *again])}", sys.stderr)
+    say(f"stopped by {stop}{how_far}; go on with: {shlex.join(['tracefp4', *again])}", sys.stderr)
     raise SystemExit(stop.exit_code)
-
-
-def _print_error(message: str) -> None:
-    """One line that a terminal shows as it is, whatever line breaks and control characters the message holds."""
-    line = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in " ".join(message.split()))
-    _say("error: " + (line if len(line) <= _LONGEST_ERROR else line[:_LONGEST_ERROR] + " ..."), sys.stderr)
-
-
-def _system_refusal(error: Exception) -> str | None:
-    """A sentence where the operating system refuses a path or an output that the user chose; None for a bug."""
-    if not isinstance(error, OSError) or error.errno not in _REFUSALS:
-        return None
-    if error.filename is None:  # writing to what is open already
-        return f"the output cannot be written ({error.strerror})"
-    return f"{error.filename} cannot be used ({error.strerror}): choose another path"
-
-
-def _say(line: str, file: TextIO | None = None) -> None:
-    """A log on a full disk, or of another encoding, changes neither what a command does nor its exit code."""
-    with suppress(OSError):
-        try:
-            print(line, file=file, flush=True)
-        except UnicodeEncodeError:
-            print(line.encode("ascii", "backslashreplace").decode(), file=file, flush=True)

@@ -14,6 +14,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +22,8 @@ from pathlib import Path
 from tracefp4.errors import TracefpError
 
 LOCK = "run.lock"
+_LOOKS, _LOOK_SECONDS = 3, 0.02
+"""Times that a lock is tried again: `lock_held` may be looking."""
 
 
 class StorageError(TracefpError):
@@ -145,6 +148,16 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
+def same_disk(a: Path, b: Path) -> bool:
+    """Whether two paths, which need not exist yet, are or would be on one file system."""
+    devices = set()
+    for path in (a.absolute(), b.absolute()):
+        while not path.exists():
+            path = path.parent
+        devices.add(path.stat().st_dev)
+    return len(devices) == 1
+
+
 def size_of(path: Path) -> int:
     """Bytes of all files below a folder; 0 where there is no folder."""
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
@@ -168,7 +181,23 @@ def folder_lock(folder: Path) -> Iterator[None]:
             os.close(descriptor)
 
 
+def lock_held(folder: Path) -> bool:
+    """Whether a process holds ``folder``; looking takes the lock for an instant, which ``folder_lock`` waits out."""
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def _locked(path: Path, folder: Path) -> int | None:
+    looks = 0
     while True:
         with storage_errors(str(path)):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -183,6 +212,11 @@ def _locked(path: Path, folder: Path) -> int | None:
                 os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
             return descriptor
         except BlockingIOError:
+            looks += 1
+            if looks <= _LOOKS:
+                os.close(descriptor)
+                time.sleep(_LOOK_SECONDS)
+                continue
             holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
             os.close(descriptor)
             raise StorageError(f"{folder} is in use by {holder}: wait for it or choose another --out") from None

@@ -36,22 +36,31 @@ class SaveSizes:
         states = (run.keep_states + 1) * self.state if run.state_every else 0
         return states + (2 + 2 * run.keep_best) * self.policy + run.steps * FIGURES_BYTES_PER_STEP
 
+    def published(self, run: Any) -> int:
+        """Most that the weights take which an asynchronous run passes on: while the rollout takes one step the trainer
+        can take as many as it lags, each with a file, and one more is half written. run: LoopConfig."""
+        return (run.max_lag + 3) * self.policy if run.asynchronous else 0
+
+
+Pending = tuple[int, dict[str, float], dict[str, float], list[dict[str, Any]]]
+"""(index, metrics, timing, lines for samples.jsonl) of a step."""
+
 
 @dataclass
 class Position:
     """Where a run stands.
 
-    finished: steps in metrics.jsonl. start: held-out pass rate of the first policy. pending: (index, metrics, timing)
-    of a step that is trained and not yet logged. saved: steps trained when the last state was written.
+    finished: steps in metrics.jsonl. start: held-out pass rate of the first policy. pending: a step that is trained and
+    not yet logged. saved: steps trained when the last state was written.
     """
 
     finished: int = 0
     start: float | None = None
-    pending: tuple[int, dict[str, float], dict[str, float]] | None = None
+    pending: Pending | None = None
     saved: int = 0
 
     @property
-    def unlogged(self) -> tuple[int, dict[str, float], dict[str, float]] | None:
+    def unlogged(self) -> Pending | None:
         """``pending``, unless its step has been logged since."""
         return self.pending if self.pending is not None and self.pending[0] == self.finished else None
 
@@ -61,12 +70,30 @@ class Position:
         return self.finished + (self.unlogged is not None)
 
 
-def check_space(folder: Path, need: int) -> None:
-    """Raises StorageError where the disk under ``folder`` has less than ``need`` bytes free."""
+def check_space(folder: Path, need: int, weights: int = 0, guidance: int = 0) -> None:
+    """Raises StorageError where the disk under ``folder`` has less free than ``need`` bytes of states and checkpoints,
+    and of the weights and guidance that processes pass each other."""
+    free, total = free_bytes(folder), need + weights + guidance
+    if free >= total:
+        return
+    passed = [f"{_mib(n)} {what}" for n, what in ((weights, "weights"), (guidance, "guidance")) if n]
+    between = f", {' and '.join(passed)} on their way between its processes among it," if passed else ""
+    remedies = "lower run.keep_states (run.state_every=0 writes no state)"
+    if passed:
+        remedies += ", run.max_lag" if weights else ""
+        remedies += ", guidance.keep_gb or sampling.prompts_per_step" if guidance else ""
+    raise StorageError(
+        f"{folder} needs up to {_mib(total)} for states and checkpoints{between} and its disk has {_mib(free)} free: "
+        f"free some, choose another --out, or {remedies}"
+    )
+
+
+def check_guidance_space(folder: Path, need: int) -> None:
+    """As ``check_space``, for records on a disk of their own."""
     if (free := free_bytes(folder)) < need:
         raise StorageError(
-            f"{folder} needs up to {_mib(need)} for states and checkpoints and its disk has {_mib(free)} free: free "
-            "some, choose another --out, or lower run.keep_states (run.state_every=0 writes no state)"
+            f"guidance.url {folder} needs up to {_mib(need)} and its disk has {_mib(free)} free: free some, choose "
+            "another folder, or set guidance.keep_gb"
         )
 
 

@@ -9,14 +9,18 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tracefp4 import saves
 from tracefp4.asynchronous.training import run_asynchronous
 from tracefp4.errors import TracefpError
-from tracefp4.loop import RunConfig, run_training
+from tracefp4.files import StorageError, size_of
+from tracefp4.loop import RunConfig, check_start, preflight, run, run_training
 
 
 def config(method: str = "trace-all", **sections: dict[str, Any]) -> RunConfig:
@@ -36,8 +40,35 @@ def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def watch_sizes(run_dir: Path, *names: str) -> Callable[[], list[int]]:
+    """Looks at folders of a run from now on; the answer ends it, and gives the most bytes that each held."""
+    most, over = dict.fromkeys(names, 0), threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.01):
+            for name in names:
+                with suppress(OSError):  # removed while it is counted
+                    most[name] = max(most[name], size_of(run_dir / name))
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+
+    def answer() -> list[int]:
+        over.set()
+        thread.join()
+        return list(most.values())
+
+    return answer
+
+
 def test_a_run_with_lag_learns_from_guided_rows(tmp_path: Path) -> None:
-    summary = run_asynchronous(config(run={"eval_prompts": 8, "max_lag": 2}), tmp_path)
+    settings = config(run={"eval_prompts": 8, "max_lag": 2})
+    most = watch_sizes(tmp_path, "weights", "guidance")
+    summary = run_asynchronous(settings, tmp_path)
+    weights, guidance = most()
+    parts = preflight(settings)
+    assert 0 < weights <= parts.sizes.published(settings.run)
+    assert 0 < guidance <= parts.guidance_bytes()
     assert summary["steps"] == 4
     assert 0 <= summary["eval/pass_rate_start"] <= 1
     lines = metrics_of(tmp_path)
@@ -67,8 +98,9 @@ def test_without_lag_it_is_the_synchronous_run(tmp_path: Path) -> None:
             assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=2e-5), name
 
 
-def test_rows_older_than_allowed_fall_back(tmp_path: Path) -> None:
+def test_rows_older_than_allowed_fall_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_asynchronous(config(run={"max_lag": 3}, train={"max_version_diff": 0}), tmp_path)
+    assert capsys.readouterr().err.count("warning: run.max_lag 3 exceeds train.max_version_diff 0: rows older") == 1
     lines = metrics_of(tmp_path)
     stale = [line["guidance/fallback/stale"] for line in lines]
     lags = [line["policy/lag_max"] for line in lines]
@@ -99,11 +131,19 @@ def kill_when(steps: int, run_dir: Path, name: str, signum: int = signal.SIGKILL
 def test_a_killed_process_is_replaced_and_the_run_ends_whole(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The trainer dies before its first state: it starts anew, and its event files show no step twice."""
     joined = kill_when(2, tmp_path, name)
-    run_asynchronous(config(run={"steps": 5}), tmp_path)
+    run_asynchronous(config(run={"steps": 5, "state_every": 0, "tensorboard": True}), tmp_path)
     joined()
     assert [line["step"] for line in metrics_of(tmp_path)] == list(range(5))
-    assert f"the {name} process was killed by signal 9" in capsys.readouterr().err
+    sentence = f"the {name} process was killed by signal 9"
+    assert sentence in capsys.readouterr().err
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [e["message"].startswith(sentence) for e in events if e["name"] == "replaced"] == [True]
+    assert metrics_of(tmp_path)[-1][f"async/replaced_{name}s"] == 1
+    scalars = EventAccumulator(str(tmp_path / "tensorboard"))
+    scalars.Reload()
+    assert [s.step for s in scalars.Scalars("reward/mean")] == list(range(5))
     assert all(line["policy/lag_max"] <= 3 for line in metrics_of(tmp_path))
 
 
@@ -117,6 +157,36 @@ def test_ctrl_c_saves_a_state_and_resume_goes_on(tmp_path: Path) -> None:
     assert list((tmp_path / "states").glob("step-*"))
     run_asynchronous(config(run={"steps": done + 2, "state_every": 400}), tmp_path, resume=True)
     assert [line["step"] for line in metrics_of(tmp_path)] == list(range(done + 2))
+
+
+def test_space_for_what_the_processes_pass_each_other_is_asked_for_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, run_dir = config(), tmp_path / "out"
+    parts = preflight(settings)
+    saved = parts.sizes.of_run(settings.run)
+    between = parts.sizes.published(settings.run) + parts.guidance_bytes()
+    monkeypatch.setattr(saves, "free_bytes", lambda _: saved + between - 1)
+    sentence = r"out needs up to \d+ MiB .* \d+ MiB weights and \d+ MiB guidance on their way between its processes"
+    with pytest.raises(StorageError, match=sentence):
+        check_start([(settings, run_dir)])
+    monkeypatch.setattr(saves, "free_bytes", lambda _: saved + between)
+    check_start([(settings, run_dir)])
+    check_start([(config(run={"asynchronous": False}), run_dir)])
+    monkeypatch.setattr(saves, "free_bytes", lambda _: saved)
+    check_start([(config(run={"asynchronous": False}), run_dir)])
+
+
+def test_space_for_records_on_another_disk_is_asked_for_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = config(guidance={"url": str(tmp_path / "far")}, run={"asynchronous": False})
+    monkeypatch.setattr(run, "same_disk", lambda a, b: False)
+    need = preflight(settings).guidance_bytes()
+    monkeypatch.setattr(saves, "free_bytes", lambda path: need - 1 if path == tmp_path / "far" else 1 << 40)
+    with pytest.raises(StorageError, match=r"^guidance.url .*far needs up to \d+ MiB and its disk has \d+ MiB free: "):
+        check_start([(settings, tmp_path / "out")])
+    small = config(guidance={"url": str(tmp_path / "far"), "keep_gb": 1e-6}, run={"asynchronous": False})
+    check_start([(small, tmp_path / "out")])
+    check_start([(config(guidance={"url": "memory://far"}, run={"asynchronous": False}), tmp_path / "out")])
 
 
 def test_a_broken_reward_ends_the_run_in_one_sentence(tmp_path: Path) -> None:

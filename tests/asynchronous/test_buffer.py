@@ -73,6 +73,19 @@ def test_drop_takes_what_is_there() -> None:
     assert buffer.dropped == 1
 
 
+def test_an_aborted_group_counts_once_and_makes_room_for_another() -> None:
+    buffer = GroupBuffer(1, 1, "drop")
+    buffer.started(0, 0)
+    buffer.started(1, 0)
+    buffer.aborted(0, 7)
+    buffer.aborted(0, 7)
+    assert (buffer.dropped, buffer.wasted_tokens, buffer.unfinished()) == (1, 7, [1])
+    assert buffer.admitted(0) == 2 + 1
+    buffer.put(group(1, 0, 0, 0))
+    assert buffer.take(2) is None  # finished, and too old by now
+    assert (buffer.dropped, buffer.wasted_tokens) == (2, 10)
+
+
 def test_a_group_made_twice_counts_once() -> None:
     buffer = GroupBuffer(2, 3)
     buffer.put(group(0, 0))

@@ -75,6 +75,26 @@ def test_tensorboard_holds_the_same_scalars(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(0, 0.25), (1, 0.5)]
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_event_files_show_no_step_twice_where_a_run_goes_back(first: int, tmp_path: Path) -> None:
+    """Also to the start, where a process died before its first state; what it wrote of later steps is forgotten."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with RunLogger(tmp_path) as logger:
+        for step in range(4):
+            logger.log(step, {"a": float(step)}, {"b": 0.0})
+    if not first:
+        for name in ("metrics.jsonl", "timing.jsonl"):
+            (tmp_path / name).unlink()
+    with RunLogger(tmp_path, first_step=first) as logger:
+        for step in range(first, 3):
+            logger.log(step, {"a": 10.0 + step}, {"b": 0.0})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    expected = [(step, float(step)) for step in range(first)] + [(step, 10.0 + step) for step in range(first, 3)]
+    assert [(event.step, event.value) for event in events.Scalars("a")] == expected
+
+
 def test_two_runs_never_share_a_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with RunLogger(tmp_path, tensorboard=False) as logger:

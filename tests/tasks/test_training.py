@@ -148,7 +148,7 @@ def test_truncated_prompts_keep_their_end(plain: str) -> None:
 def test_prompts_that_all_exceed_the_limit(plain: str) -> None:
     with pytest.raises(
         TracefpError,
-        match=r"every prompt exceeds 3 tokens: raise rollout\.max_model_len, and sampling\.max_prompt_tokens",
+        match=r"every prompt exceeds 3 tokens \(the shortest has 89\): raise rollout\.max_model_len",
     ):
         TrainingRun(config(plain, sampling={"max_prompt_tokens": 3}))
     strict = config(plain, sampling={"max_prompt_tokens": 3, "overlong_prompts": "error"})

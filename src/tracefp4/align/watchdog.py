@@ -37,6 +37,8 @@ class WatchConfig(StrictModel):
     no_advantage_window: mean over so many steps. guided_share: least share of guided rows. grad_norm_factor: times
     the running median. tis_clip_share: of tokens above train.tis_cap. truncated_share: of responses.
     reward_zero_steps: steps without any reward.
+    command: run in a shell at every event and at the run's end, with a JSON object on standard input; command_seconds:
+    how long it may take.
     """
 
     mismatch: Level = "warn"
@@ -72,6 +74,8 @@ class WatchConfig(StrictModel):
     tis_clip_share: float = Field(0.01, ge=0, lt=1)
     truncated_share: float = Field(0.5, ge=0, lt=1)
     reward_zero_steps: int = Field(10, ge=1)
+    command: str = ""
+    command_seconds: float = Field(30.0, gt=0, le=600)
 
 
 @dataclass(frozen=True)

@@ -32,18 +32,18 @@ class GroupBuffer:
     """Hands out the oldest groups first and never one whose oldest token lags by more than D versions.
 
     Admission: at version v at most (v + D + 1) * B groups may have been started, not counting those that were dropped
-    or skipped. Groups that
-    start at version v are then due by step v + D, since (v + D + 1) * B are consumed by its end.
+    or skipped. Groups that start at version v are then due by step v + D: its end consumes the last of (v + D + 1) * B.
 
     on_stale "wait": a step waits for unfinished groups where going on without them would leave more old groups than the
     steps until their limit can take, so that nothing is dropped. "drop": a step takes what is there; groups that have
-    grown too old are dropped and counted.
+    grown too old are dropped and counted, and so are the tokens that were sampled for them.
     """
 
     def __init__(self, groups_per_step: int, max_version_diff: int, on_stale: OnStale = "wait") -> None:
         self.groups_per_step, self.max_version_diff, self.on_stale = groups_per_step, max_version_diff, on_stale
         self.dropped = 0
         self.skipped = 0
+        self.wasted_tokens = 0
         self._ready: dict[int, Group] = {}
         self._started: dict[int, int] = {}  # unfinished groups: index -> version they started at
 
@@ -55,6 +55,12 @@ class GroupBuffer:
         """A group's generation began under this policy version. A group started again keeps its new version."""
         self._started[index] = version
 
+    def aborted(self, index: int, tokens: int) -> None:
+        """An unfinished group was ended after so many sampled tokens, since it had grown too old."""
+        if self._started.pop(index, None) is not None:
+            self.dropped += 1
+            self.wasted_tokens += tokens
+
     def put(self, group: Group) -> None:
         """Takes a finished group; one that is there already (made again after a crash) is ignored."""
         self._started.pop(group.index, None)
@@ -65,7 +71,7 @@ class GroupBuffer:
         oldest = version - self.max_version_diff
         stale = [i for i, g in self._ready.items() if g.oldest_version < oldest]
         for index in stale:
-            del self._ready[index]
+            self.wasted_tokens += sum(t.num_sampled for t in self._ready.pop(index).trajectories)
         self.dropped += len(stale)
         # Without unfinished groups there is nothing to wait for.
         waits = self.on_stale == "wait" and bool(self._started) and self._must_wait(version)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -24,6 +26,10 @@ from tracefp4.loop.training import guidance_url
 from tracefp4.report.provenance import usable_cores
 from tracefp4.signals import SIGNALS, Stopped
 
+_PR_SET_PDEATHSIG = 1
+ALIVE_SECONDS = 5.0
+"""A child that works and has nothing to hand over says so this often."""
+
 
 @dataclass(frozen=True)
 class Payload:
@@ -44,14 +50,16 @@ class Payload:
 def child(connection: Connection, payload: Payload) -> Iterator[Channel]:
     """The body of a child process: errors become a message to the supervisor, and the channel is closed.
 
-    A supervisor that is gone ends the child without a word and at once, also inside an update: `--resume` may be at
-    work in the run folder already. Signals that a terminal sends to all processes are left to the supervisor, which
-    tells its children what to do.
+    A supervisor that is gone ends the child without a word and at once, also inside an update or where it hangs:
+    `--resume` may be at work in the run folder already. Signals that a terminal sends to all processes are left to the
+    supervisor, which tells its children what to do.
     """
     for signum in SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the supervisor starts its children with them blocked
     torch.set_num_threads(payload.config.run.threads or max(1, usable_cores() // 2))
+    faulthandler.register(signal.SIGUSR1)  # where a hung process stands, before the supervisor ends it
+    _die_with_supervisor()
     threading.Thread(target=_end_with_supervisor, name="end-with-supervisor", daemon=True).start()
     channel = Channel(connection)
     try:
@@ -74,6 +82,13 @@ def _tell(channel: Channel, failed: Failed) -> None:
         channel.send(failed)
     except ConnectionError:
         print(failed.text, file=sys.stderr)
+
+
+def _die_with_supervisor() -> None:
+    """On Linux the kernel sees to it, whatever state this process is in. A supervisor that is gone by now is noticed by
+    ``_end_with_supervisor``."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _end_with_supervisor() -> None:

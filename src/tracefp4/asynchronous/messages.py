@@ -25,9 +25,10 @@ class Weights:
 
 @dataclass(frozen=True)
 class Ready:
-    """The trainer stands at ``weights.version``, from scratch or from a state."""
+    """The trainer stands at ``weights.version``, from scratch or from a state. totals: what that state has counted."""
 
     weights: Weights
+    totals: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,13 @@ class Done:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of a step; ``counts``: figures of the buffer for the step's metrics."""
+    """The groups of a step. ready: finished groups that waited when it began. totals: figures that add up over the run,
+    resumed ones included. replaced: a sentence for each process that was replaced since the step before."""
 
     groups: list[Group]
-    counts: dict[str, float] = field(default_factory=dict)
+    ready: int = 0
+    totals: dict[str, float] = field(default_factory=dict)
+    replaced: list[str] = field(default_factory=list)
 
 
 # Rollout -> supervisor
@@ -82,15 +86,25 @@ class Finished:
 
 
 @dataclass(frozen=True)
+class Aborted:
+    """This unfinished group was ended, since no step can take it any more; tokens: what it had sampled."""
+
+    index: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What the rollout's store has written and dropped since it last said so, by the names of ``ShardStore.stats``."""
+
+    figures: dict[str, float]
+
+
+@dataclass(frozen=True)
 class Loaded:
     """The rollout samples under this version from now on; older files may go."""
 
     version: int
-
-
-@dataclass(frozen=True)
-class Alive:
-    """Nothing new, but decoding."""
 
 
 # Supervisor -> rollout
@@ -129,6 +143,14 @@ class Failed:
     text: str
     user_error: bool
     exit_code: int = 1
+
+
+@dataclass(frozen=True)
+class Alive:
+    """Nothing to hand over yet. Sent from within the work, where a row or a layer was computed since the last message;
+    idle: there was nothing to do."""
+
+    idle: bool = False
 
 
 @dataclass(frozen=True)

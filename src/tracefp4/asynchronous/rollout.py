@@ -6,7 +6,7 @@ Sequences that run when new weights arrive go on under them; every token and eve
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 
@@ -14,10 +14,12 @@ from safetensors.torch import load_file
 
 from tracefp4.asynchronous.buffer import Group
 from tracefp4.asynchronous.channel import Channel
-from tracefp4.asynchronous.child import Payload, child
+from tracefp4.asynchronous.child import ALIVE_SECONDS, Payload, child
 from tracefp4.asynchronous.messages import (
+    Aborted,
     Admit,
     Alive,
+    Counted,
     Evaluate,
     Evaluated,
     Finished,
@@ -30,12 +32,12 @@ from tracefp4.asynchronous.messages import (
 from tracefp4.asynchronous.supervisor import RolloutStart
 from tracefp4.guidance.disk import ShardStore, make_store
 from tracefp4.loop import Parts, preflight
+from tracefp4.loop.training import STORE_TOTALS, store_figures
 from tracefp4.signals import Stopped
 from tracefp4.tasks import CountingTask, Exchanges, Prompt
 from tracefp4.types import Request, Trajectory
 
 IDLE_SECONDS = 0.05
-ALIVE_SECONDS = 5.0
 
 
 @dataclass
@@ -63,27 +65,40 @@ class RolloutWorker:
         self._asked: dict[str, Prompt] = {}
         self._exchanges: Exchanges | None = parts.exchanges(self._asked)
         self._step: tuple[int, list[Prompt | None], dict[str, list[Request]]] | None = None
-        self._heard = time.monotonic()
+        self._said = time.monotonic()
+        self._rows = 0
+        self._worked = False  # since the last message
         self._preemptions = 0
+        self._counted = dict.fromkeys(STORE_TOTALS, 0.0)
 
     def run(self) -> None:
         """Raises Stopped where the supervisor asks to, ConnectionError where it is gone."""
         while True:
             self._read_messages()
             self._start_groups()
-            if self.engine.scheduler.unfinished:
+            busy = self.engine.scheduler.unfinished > 0
+            if busy:
                 for trajectory in self.engine.step(self._exchanges):
                     self._take(trajectory)
+                self._note_rows()
             else:
                 self.channel.pending(IDLE_SECONDS)
-            if time.monotonic() - self._heard > ALIVE_SECONDS:
-                self._send(Alive())
+            if time.monotonic() - self._said > ALIVE_SECONDS and (self._worked or not busy):
+                self._count()
+                self._send(Alive(idle=not self._worked))
+
+    def _note_rows(self) -> None:
+        """A step that computed nothing is no sign of life."""
+        scheduler = self.engine.scheduler
+        rows = sum(s.num_computed for s in (*scheduler.running, *scheduler.waiting))
+        self._worked |= rows != self._rows
+        self._rows = rows
 
     # -- messages -----------------------------------------------------------------------------------------------
 
     def _send(self, message: object) -> None:
         self.channel.send(message)
-        self._heard = time.monotonic()
+        self._said, self._worked = time.monotonic(), False
 
     def _read_messages(self) -> None:
         newest: Weights | None = None
@@ -100,6 +115,8 @@ class RolloutWorker:
         if newest is not None:
             self._load(newest)
             self._send(Loaded(newest.version))
+            if self.config.run.on_stale == "drop":
+                self._abort_older_than(newest.version - self.config.run.max_lag)
 
     def _load(self, weights: Weights) -> None:
         self.engine.update_weights(load_file(weights.path).items(), weights.version)
@@ -161,6 +178,35 @@ class RolloutWorker:
             self._jobs[request.request_id], self._asked[request.request_id] = job, prompt
             self.engine.add_request(request)
 
+    def _abort_older_than(self, version: int) -> None:
+        """Ends the groups with a token that was sampled before ``version``: no step can take them any more."""
+        running = {s.request.request_id: s for s in (*self.engine.scheduler.running, *self.engine.scheduler.waiting)}
+        groups = {job.index: job for job in self._jobs.values() if job.index is not None}
+        for index, job in groups.items():
+            sampled = [t.versions[t.sampled_mask].tolist() for t in job.done.values()]
+            unfinished = [running[r.request_id] for r in job.requests if r.request_id in running]
+            sampled += [[v for v, own in zip(s.versions, s.sampled, strict=True) if own] for s in unfinished]
+            if min((v for versions in sampled for v in versions), default=version) < version:
+                self._abort(index, job)
+
+    def _abort(self, index: int, job: _Job) -> None:
+        for request in job.requests:
+            if request.request_id not in job.done:
+                job.done[request.request_id] = self.engine.abort(request.request_id)
+                del self._jobs[request.request_id]
+        self._forget(job)
+        self._discard(job.done.values())
+        self._send(Aborted(index, sum(t.num_sampled for t in job.done.values())))
+
+    def _discard(self, trajectories: Iterable[Trajectory]) -> None:
+        self.store.discard([h for t in trajectories for h in (t.guidance, t.probe) if h is not None])
+
+    def _forget(self, job: _Job) -> None:
+        for request in job.requests:
+            del self._asked[request.request_id]
+            if self._exchanges is not None:
+                self._exchanges.turns.pop(request.request_id, None)
+
     def _take(self, trajectory: Trajectory) -> None:
         job = self._jobs.pop(trajectory.request_id)
         job.done[trajectory.request_id] = trajectory
@@ -168,16 +214,14 @@ class RolloutWorker:
             return
         trajectories = [job.done[r.request_id] for r in job.requests]
         rewards = self.parts.score(job.prompts, trajectories, self._exchanges)
-        for request in job.requests:
-            del self._asked[request.request_id]
-            if self._exchanges is not None:
-                self._exchanges.turns.pop(request.request_id, None)
+        self._forget(job)
         if job.index is None:
-            self.store.discard([t.guidance for t in trajectories if t.guidance is not None])
+            self._discard(trajectories)
             self._send(Evaluated(job.tag, sum(rewards) / self.config.run.eval_prompts))
             return
         for t, reward in zip(trajectories, rewards, strict=True):
             t.reward = reward
+        self._count()
         self._send(Finished(Group(job.index, trajectories, self._stats())))
 
     def _stats(self) -> dict[str, float]:
@@ -188,6 +232,14 @@ class RolloutWorker:
         if isinstance(self.parts.task, CountingTask):
             stats |= self.parts.task.metrics()
         return stats
+
+    def _count(self) -> None:
+        """Tells what the store has written and dropped: another process may go on counting."""
+        figures = store_figures(self.store)
+        more = {name: figures.get(name, 0.0) - before for name, before in self._counted.items()}
+        if any(more.values()):
+            self._counted = {name: before + more[name] for name, before in self._counted.items()}
+            self._send(Counted(more))
 
     def close(self) -> None:
         self.parts.close()

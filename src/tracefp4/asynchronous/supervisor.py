@@ -1,26 +1,31 @@
-"""Runs a rollout process and a trainer process, passes messages between them, and replaces the one that dies.
+"""Runs a rollout process and a trainer process, passes messages between them, and replaces the one that dies or hangs.
 
-A killed rollout costs its unfinished groups, which the next one makes again. A killed trainer costs the steps since its
+A lost rollout costs its unfinished groups, which the next one makes again. A lost trainer costs the steps since its
 last state: it goes on from there, and the rollout is replaced too, since its weights are of a future that is gone.
+
+A process hangs where others wait for it and no sign of progress comes for a time. Signs are sent from within the work,
+not by a thread that would beat on: the rollout's after rows were computed, the trainer's after a layer ran.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import time
+from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tracefp4.asynchronous.buffer import GroupBuffer, OnStale
 from tracefp4.asynchronous.channel import Channel
 from tracefp4.asynchronous.messages import (
+    Aborted,
     Admit,
+    Alive,
+    Counted,
     Done,
     Evaluate,
     Evaluated,
@@ -36,13 +41,19 @@ from tracefp4.asynchronous.messages import (
     Want,
     Weights,
 )
+from tracefp4.asynchronous.process import TURN_SECONDS, Child, Patience
 from tracefp4.errors import TracefpError
 from tracefp4.signals import deferred
 
 STOP_SECONDS = 5.0
 """How long a child may take to end after it was asked to."""
-START_SECONDS = 600.0
-"""How long a child may take to say its first word: it imports torch and loads a model."""
+BUFFER_TOTALS = {
+    "async/dropped_groups": "dropped",
+    "async/skipped_prompts": "skipped",
+    "async/wasted_tokens": "wasted_tokens",
+}
+"""Metric -> the count of a GroupBuffer."""
+REPLACED = ("async/replaced_rollouts", "async/replaced_trainers")
 
 
 @dataclass(frozen=True)
@@ -70,32 +81,12 @@ class ChildError(TracefpError):
         self.exit_code = exit_code
 
 
-@dataclass
-class _Child:
-    """sender: a message goes out whole on its thread, whatever signal interrupts the wait; the next one comes after."""
-
-    name: str
-    process: BaseProcess
-    channel: Channel
-    heard: float
-    sender: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
-
-    def end(self, seconds: float | None) -> None:
-        """Waits for the process, with None as long as it takes, then ends it."""
-        self.process.join(seconds)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
-        self.sender.shutdown()
-        self.channel.close()
-
-
 class Supervisor:
     """``run`` returns the trainer's summary. payload: picklable, given to both mains (config, run folder).
 
-    max_restarts: children that die without an error of their own (killed, out of memory) are replaced so often in a
-    row; a step that was never reached before sets the count back. hang_seconds: a rollout that owes groups or an
-    evaluation and says nothing for so long is replaced. notify: told of every event in one sentence.
+    max_restarts: children that die without an error of their own (killed, out of memory) or hang are replaced so often
+    in a row; a step that was never reached before sets the count back. patience: when a child counts as hung. notify:
+    told of every event in one sentence. start_method: of multiprocessing; forked children would share locks of torch.
     """
 
     def __init__(
@@ -107,16 +98,17 @@ class Supervisor:
         max_version_diff: int,
         on_stale: OnStale = "wait",
         max_restarts: int = 3,
-        hang_seconds: float = 600.0,
+        patience: Patience | None = None,
         notify: Callable[[str], None] = print,
+        start_method: Literal["spawn", "forkserver"] = "spawn",
     ) -> None:
         self._rollout_main, self._trainer_main, self._payload = rollout_main, trainer_main, payload
         self._settings = (groups_per_step, max_version_diff, on_stale)
         self._buffer = GroupBuffer(*self._settings)
-        self._max_restarts, self._hang_seconds, self._notify = max_restarts, hang_seconds, notify
-        self._context = multiprocessing.get_context("spawn")
-        self._trainer: _Child | None = None
-        self._rollout: _Child | None = None
+        self._max_restarts, self._patience, self._notify = max_restarts, patience or Patience(), notify
+        self._context: Any = multiprocessing.get_context(start_method)
+        self._trainer: Child | None = None
+        self._rollout: Child | None = None
         self._weights: Weights | None = None
         self._want: int | None = None
         self._evaluation: Evaluate | None = None
@@ -124,6 +116,9 @@ class Supervisor:
         self._incarnation = 0
         self._restarts = self._lost_trainers = 0
         self._furthest = -1
+        self._totals: Counter[str] = Counter()  # besides the buffer's
+        self._replaced: list[tuple[int | None, str]] = []  # (step that was told of it, sentence)
+        self._turn_began = time.monotonic()
         self._summary: dict[str, Any] | None = None
 
     @property
@@ -148,12 +143,12 @@ class Supervisor:
 
     # -- children -----------------------------------------------------------------------------------------------
 
-    def _spawn(self, name: str, main: Callable[..., None], *arguments: Any) -> _Child:
+    def _spawn(self, name: str, main: Callable[..., None], *arguments: Any) -> Child:
         here, there = self._context.Pipe()
         process = self._context.Process(target=main, args=(there, self._payload, *arguments), name=f"tracefp4-{name}")
         process.start()
         there.close()  # ours; with it open a dead child would not read as the end of the pipe
-        return _Child(name, process, Channel(here), time.monotonic() + START_SECONDS)
+        return Child(name, process, Channel(here), self._patience)
 
     def _start_trainer(self) -> None:
         with deferred():
@@ -170,7 +165,7 @@ class Supervisor:
         if self._evaluation is not None:
             self._tell_rollout(self._evaluation)
 
-    def _lost(self, child: _Child, why: str) -> None:
+    def _lost(self, child: Child, why: str) -> None:
         """Replaces a child that is gone. Raises ChildError after too many in a row."""
         child.end(0.0)
         self._restarts += 1
@@ -179,24 +174,30 @@ class Supervisor:
                 f"the {child.name} process {why}; {self._restarts} processes in a row ended so, and the run stops: "
                 "look for the cause (memory?), then go on with --resume"
             )
+        self._totals[f"async/replaced_{child.name}s"] += 1
         if child is self._rollout:
             self._rollout = None
-            self._notify(f"the rollout process {why}; a new one takes over its unfinished groups")
+            self._say_replaced(f"the rollout process {why}; a new one takes over its unfinished groups")
             self._start_rollout()
             return
-        self._notify(f"the trainer process {why}; it goes on from its last state, with a new rollout process")
+        self._say_replaced(f"the trainer process {why}; it goes on from its last state, with a new rollout process")
         self._lost_trainers += 1
         self._trainer, self._want, self._evaluation = None, None, None
         if self._rollout is not None:
-            self._rollout.process.kill()
+            self._rollout.kill()
             self._rollout.end(0.0)
             self._rollout = None
         self._start_trainer()
 
+    def _say_replaced(self, sentence: str) -> None:
+        self._notify(sentence)
+        self._replaced.append((None, sentence))
+
     def _stop_all(self, save: bool) -> None:
         """Ends both children, by force where a second signal arrives.
 
-        save: the trainer may finish its update and write a state first, which takes what it takes.
+        save: the trainer may finish its update and write a state first, which takes what it takes while it makes
+        progress.
         """
         children = [(self._rollout, STOP_SECONDS), (self._trainer, None if save else STOP_SECONDS)]
         self._tell_rollout(Stop())
@@ -204,38 +205,62 @@ class Supervisor:
         self._trainer = self._rollout = None
         try:
             for child, seconds in children:
-                if child is not None:
-                    child.end(seconds)
+                if child is not None and (why := child.end(seconds, self._hear_last)):
+                    self._notify(f"the {child.name} process {why} while it was to stop, and was ended")
         except BaseException:
             for child, _ in children:
                 if child is not None:
-                    child.process.kill()
+                    child.kill()
             raise
+
+    def _hear_last(self, message: Any) -> None:
+        if isinstance(message, Failed):
+            self._notify(message.text)
 
     # -- messages -----------------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        """Waits for the next messages and handles them."""
+        """Waits for the next messages and handles them; replaces a child that hangs."""
         children = [c for c in (self._rollout, self._trainer) if c is not None]
-        ready = wait([c.channel.connection for c in children], timeout=1.0)
+        ready = wait([c.channel.connection for c in children], timeout=TURN_SECONDS)
         for child in children:
             if child.channel.connection not in ready or child not in (self._rollout, self._trainer):
                 continue
             try:
-                message = child.channel.receive()
+                message = child.receive(self._owes(child))
             except ConnectionError:
                 child.process.join(5.0)
                 self._lost(child, _exit_reason(child.process.exitcode))
                 continue
-            child.heard = time.monotonic()
             self._handle(child, message)
-        rollout = self._rollout
-        owes = self._buffer.unfinished() or self._evaluation is not None or self._want is not None
-        if rollout and owes and time.monotonic() - rollout.heard > self._hang_seconds:
-            rollout.process.kill()
-            self._lost(rollout, f"said nothing for {self._hang_seconds:.0f} s and was ended")
+        for child in children:
+            if child in (self._rollout, self._trainer) and child.is_gone:
+                self._lost(child, _exit_reason(child.process.exitcode))
+        self._replace_hung()
 
-    def _handle(self, child: _Child, message: Any) -> None:
+    def _owes(self, child: Child) -> bool:
+        """Whether others wait for the work of this child."""
+        if child is self._trainer:
+            return self._want is None and self._evaluation is None
+        return bool(self._buffer.unfinished()) or self._evaluation is not None or self._want is not None
+
+    def _replace_hung(self) -> None:
+        # A turn counts for little however long it was: where this process too was stopped (Ctrl-Z, a laptop asleep),
+        # its children had no time either.
+        before, self._turn_began = self._turn_began, time.monotonic()
+        passed = min(self._turn_began - before, 2 * TURN_SECONDS)
+        for child in (self._rollout, self._trainer):
+            if child is None or child not in (self._rollout, self._trainer):
+                continue
+            if self._owes(child):
+                child.wait_on(passed)
+            else:
+                child.forgive()
+            if why := child.hangs:
+                child.kill(stacks=True)
+                self._lost(child, f"{why} and was ended")
+
+    def _handle(self, child: Child, message: Any) -> None:
         if isinstance(message, Failed):
             child.end(5.0)
             if message.user_error:
@@ -250,12 +275,8 @@ class Supervisor:
 
     def _from_trainer(self, message: Any) -> None:
         match message:
-            case Ready(weights):
-                # Whatever was made before is of another history of the policy.
-                before, self._buffer, self._weights = self._buffer, GroupBuffer(*self._settings), weights
-                self._buffer.dropped, self._buffer.skipped = before.dropped, before.skipped
-                self._next_index = weights.version * self._settings[0] + before.dropped + before.skipped
-                self._start_rollout()
+            case Ready(weights, totals):
+                self._begin(weights, totals)
             case Want(version):
                 self._want = version
             case Published(weights):
@@ -269,14 +290,37 @@ class Supervisor:
                 self._tell_rollout(message)
             case Done(summary):
                 self._summary = summary
+            case Alive():
+                pass
             case _:
                 raise AssertionError(f"the trainer sent {type(message).__name__}")
+
+    def _begin(self, weights: Weights, totals: dict[str, float]) -> None:
+        """The trainer stands at these weights. What was made before is of another history of the policy, and its counts
+        go on; those of a run that is resumed were in its state."""
+        before, self._buffer = self._buffer, GroupBuffer(*self._settings)
+        if self._weights is None:
+            self._totals.update({name: n for name, n in totals.items() if name not in BUFFER_TOTALS})
+        for name, field in BUFFER_TOTALS.items():
+            count = int(totals.get(name, 0)) if self._weights is None else getattr(before, field)
+            setattr(self._buffer, field, count)
+        self._weights = weights
+        self._next_index = weights.version * self._settings[0] + self._buffer.dropped + self._buffer.skipped
+        # The files are cut back to this step: what they said of later ones is told again.
+        told = [(None if step is not None and step >= weights.version else step, text) for step, text in self._replaced]
+        self._replaced = told
+        self._start_rollout()
 
     def _from_rollout(self, message: Any) -> None:
         match message:
             case Started(index, version):
                 self._next_index = max(self._next_index, index + 1)
                 self._buffer.started(index, version)
+            case Aborted(index, tokens):
+                self._buffer.aborted(index, tokens)
+                self._admit()
+            case Counted(figures):
+                self._totals.update(figures)
             case Skipped(index):
                 self._next_index = max(self._next_index, index + 1)
                 self._buffer.skipped += 1
@@ -288,8 +332,10 @@ class Supervisor:
                 self._tell_trainer(message)
             case Loaded(version):
                 self._remove_weights_before(version)
+            case Alive():
+                pass
             case _:
-                pass  # Alive
+                raise AssertionError(f"the rollout sent {type(message).__name__}")
 
     def _serve(self) -> None:
         """Gives the trainer its groups once they are there."""
@@ -301,33 +347,26 @@ class Supervisor:
             self._admit()
         if groups is None:
             return
-        self._want = None
-        counts = {
-            "async/dropped_groups": float(self._buffer.dropped),
-            "async/skipped_prompts": float(self._buffer.skipped),
-            "async/ready_groups": float(len(self._buffer)),
-        }
-        self._tell_trainer(Groups(groups, counts))
+        version, self._want = self._want, None
+        untold = [sentence for step, sentence in self._replaced if step is None]
+        self._replaced = [(version if step is None else step, sentence) for step, sentence in self._replaced]
+        self._tell_trainer(Groups(groups, len(self._buffer), self._all_totals(), untold))
+
+    def _all_totals(self) -> dict[str, float]:
+        counted = {name: float(getattr(self._buffer, field)) for name, field in BUFFER_TOTALS.items()}
+        return dict.fromkeys(REPLACED, 0.0) | {name: float(n) for name, n in self._totals.items()} | counted
 
     def _admit(self) -> None:
         assert self._weights is not None
         self._tell_rollout(Admit(self._buffer.admitted(self._weights.version)))
 
     def _tell_rollout(self, message: Any) -> None:
-        self._tell(self._rollout, message)
+        if self._rollout is not None:
+            self._rollout.tell(message)
 
     def _tell_trainer(self, message: Any) -> None:
-        self._tell(self._trainer, message)
-
-    @staticmethod
-    def _tell(child: _Child | None, message: Any) -> None:
-        """A child that is gone is noticed, and replaced, when its channel is read next."""
-        if child is None or not child.process.is_alive():
-            return
-        try:
-            child.sender.submit(child.channel.send, message).result()
-        except ConnectionError:
-            return
+        if self._trainer is not None:
+            self._trainer.tell(message)
 
     def _remove_weights_before(self, version: int) -> None:
         assert self._weights is not None

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,19 +13,33 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from tracefp4.align.watchdog import Event
 from tracefp4.asynchronous.buffer import Group
 from tracefp4.asynchronous.channel import Channel
-from tracefp4.asynchronous.child import Payload, child
-from tracefp4.asynchronous.messages import Done, Evaluate, Evaluated, Groups, Published, Ready, Stop, Want, Weights
+from tracefp4.asynchronous.child import ALIVE_SECONDS, Payload, child
+from tracefp4.asynchronous.messages import (
+    Alive,
+    Done,
+    Evaluate,
+    Evaluated,
+    Groups,
+    Published,
+    Ready,
+    Stop,
+    Want,
+    Weights,
+)
+from tracefp4.asynchronous.process import Patience
 from tracefp4.asynchronous.rollout import rollout_main
 from tracefp4.asynchronous.supervisor import Supervisor
 from tracefp4.errors import TracefpError
-from tracefp4.files import storage_errors
+from tracefp4.files import storage_errors, warn
 from tracefp4.guidance.disk import ShardStore, make_store
 from tracefp4.loop import RunConfig, preflight
 from tracefp4.loop.run import drive
 from tracefp4.loop.training import clear_store, prompt_lengths, rollout_metrics, save_policy
-from tracefp4.report.logger import EVENTS, METRICS, TIMING
+from tracefp4.report.events import append_event
+from tracefp4.report.logger import EVENTS, METRICS, SAMPLES, TIMING
 from tracefp4.saves import STATES
 from tracefp4.signals import Stopped, hold
 from tracefp4.train.checkpoint import latest_facts
@@ -48,11 +61,25 @@ class AsyncTrainingRun:
         wait = max(WAIT_FOR_RECORD_SECONDS, config.guidance.wait_seconds)
         self.store = make_store(config.guidance.model_copy(update={"url": payload.guidance_url, "wait_seconds": wait}))
         self.trainer = self.parts.make_trainer(self.store)
+        self.trajectories: list[Trajectory] = []
+        self.totals: dict[str, float] = {}
+        self._said = time.monotonic()
+        for layer in self.trainer.model.get_decoder().layers:
+            layer.register_forward_hook(lambda *_: self._show_progress())
+
+    def _show_progress(self) -> None:
+        """Called from within the work, often: an update can be long, and a hung one calls nothing."""
+        if time.monotonic() - self._said > ALIVE_SECONDS:
+            self._send(Alive())
+
+    def _send(self, message: Any) -> None:
+        self.channel.send(message)
+        self._said = time.monotonic()
 
     def begin(self, resumed: bool) -> None:
         """Tells the supervisor where the trainer stands; the rollout starts from there."""
         clear_store(self.store)  # records of processes that are gone
-        self.channel.send(Ready(self._publish()))
+        self._send(Ready(self._publish(), self.totals))
 
     def _publish(self) -> Weights:
         """Writes the weights under their version, whole or not at all."""
@@ -74,18 +101,22 @@ class AsyncTrainingRun:
     def step(self, index: int) -> tuple[dict[str, float], dict[str, float]]:
         """One RL step on groups that the rollout made meanwhile; returns (metrics, wall-clock figures)."""
         clock = [time.perf_counter()]
-        self.channel.send(Want(self.trainer.version))
+        self._send(Want(self.trainer.version))
         received: Groups = self._receive(Groups)
         clock.append(time.perf_counter())
-        trajectories = _numbered(received.groups)
+        self.trajectories = trajectories = _numbered(received.groups)
         metrics = rollout_metrics(trajectories, self.trainer.version)
         metrics |= prompt_lengths([g.trajectories[0].prompt_ids for g in received.groups])
-        metrics |= received.counts | _summed(received.groups)
+        metrics |= _summed(received.groups) | {"async/ready_groups": float(received.ready)}
+        self.totals = received.totals
+        metrics |= {name: n for name, n in self.totals.items() if not name.startswith("guidance/")}
+        for sentence in received.replaced:
+            append_event(self.run_dir, asdict(Event(index, "replaced", "warn", sentence)))
         hold()  # a policy that is half updated is no state to go on from; drive releases
         metrics |= self.trainer.update(RolloutBatch(trajectories, self.trainer.version))
         self._forget(trajectories)
         clock.append(time.perf_counter())
-        self.channel.send(Published(self._publish()))
+        self._send(Published(self._publish()))
         clock.append(time.perf_counter())
         wait_s, train_s, sync_s = (b - a for a, b in pairwise(clock))
         timing = {
@@ -95,7 +126,7 @@ class AsyncTrainingRun:
             "step_seconds": clock[-1] - clock[0],
             "tokens_per_second": sum(t.num_sampled for t in trajectories) / (clock[-1] - clock[0]),
         }
-        return metrics, timing
+        return metrics, timing | {name: n for name, n in self.totals.items() if name.startswith("guidance/")}
 
     def _forget(self, trajectories: list[Trajectory]) -> None:
         """Removes what no later step can use: these records, and shards of versions that are too old by now."""
@@ -107,12 +138,13 @@ class AsyncTrainingRun:
         """Pass rate on held-out problems, by the rollout, under the weights it has when it is asked."""
         if not self.config.run.eval_prompts:
             return None
-        self.channel.send(Evaluate(tag))
+        self._send(Evaluate(tag))
         answer: Evaluated = self._receive(Evaluated)
         return answer.pass_rate
 
     def save(self, directory: Path, facts: dict[str, Any] | None = None) -> None:
         """As ``TrainingRun.save``."""
+        self._send(Alive())
         save_policy(self.trainer, self.parts.tokenizer, directory, facts)
 
     def close(self) -> None:
@@ -139,7 +171,8 @@ def trainer_main(connection: Connection, payload: Payload, lost: int) -> None:
         if lost:
             payload = replace(payload, resume=True)
             if latest_facts(payload.run_dir / STATES) is None:  # before the first state: from the start
-                for name in (METRICS, TIMING, EVENTS):
+                # Event files stay: a viewer that shows them is told of the new start, see RunLogger.
+                for name in (METRICS, TIMING, EVENTS, SAMPLES):
                     (payload.run_dir / name).unlink(missing_ok=True)
         run = AsyncTrainingRun(payload, channel)
         try:
@@ -157,6 +190,12 @@ def run_asynchronous(config: RunConfig, run_dir: Path, resume: bool = False) -> 
     """
     if not config.run.asynchronous:
         raise TracefpError("run.asynchronous is false in this config: use run_training")
+    lag, limit = config.run.max_lag, config.train.max_version_diff
+    if lag > limit:
+        warn(
+            f"run.max_lag {lag} exceeds train.max_version_diff {limit}: rows older than {limit} versions are trained "
+            "on without guidance and routing replay; raise train.max_version_diff or lower run.max_lag"
+        )
     payload = Payload(config, run_dir, resume)
     supervisor = Supervisor(
         rollout_main,
@@ -165,7 +204,9 @@ def run_asynchronous(config: RunConfig, run_dir: Path, resume: bool = False) -> 
         config.sampling.prompts_per_step,
         config.run.max_lag,
         config.run.on_stale,
-        notify=lambda text: print(f"warning: {text}", file=sys.stderr, flush=True),
+        config.run.max_restarts,
+        Patience(config.run.start_seconds, config.run.hang_seconds),
+        notify=warn,
     )
     try:
         return supervisor.run()

@@ -249,6 +249,18 @@ def guidance_size(shape: ModelShape, recipe: QuantRecipe) -> GuidanceSize:
     return GuidanceSize(payload["expert_input"], kv, scales, ROW_BYTES, static + CHECKSUM_BYTES)
 
 
+def record_row_bytes(recipe: QuantRecipe, widths: Mapping[str, int], layers: int, bits: float) -> int:
+    """Bytes that a row of a record takes in ``layers`` layers: packed planes, F32 encode scales, and ROW_BYTES.
+
+    widths: values per row of each site, as the engine records them. 0 where the recipe quantizes none of the sites.
+    """
+    total = 0
+    for site, width in widths.items():
+        if (name := recipe.site_format(site)) is not None:
+            total += layers * (row_bytes(name, bits, width) + 4 * isinstance(recipe.site_encode_scale(site), str))
+    return total + ROW_BYTES if total else 0
+
+
 def kv_bytes_per_token(shape: ModelShape, format_name: str | None) -> float:
     """Bytes of K and V of one token in all attention layers; None: BF16."""
     values = 2 * len(shape.attention_layers) * shape.kv_width

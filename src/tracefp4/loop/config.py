@@ -50,11 +50,14 @@ class LoopConfig(StrictModel):
     threads: of torch, 0 leaves its choice. save_every: write the policy to checkpoint/ every n-th step as well as at
     the end, each time in place of the last. state_every: write what a resumed run needs every n-th step, 0 never;
     keep_states: how many of them stay. keep_best: 1 keeps the policy of the best held-out pass rate in
-    checkpoint-best/, by the evaluations of eval_every and the last one.
+    checkpoint-best/, by the evaluations of eval_every and the last one. sample_responses: responses, spread over the
+    groups, that are written to samples.jsonl every sample_every-th step; 0 of either writes none.
 
     asynchronous: rollout and trainer run at the same time, as processes of their own. max_lag: most policy versions
     that a token may lag behind the trainer that learns from it; 0 is on-policy. on_stale: "wait" for responses that
-    would grow too old, so that none is lost, or take what is there and "drop" them."""
+    would grow too old, so that none is lost, or take what is there and "drop" them. hang_seconds: replace a process of
+    an asynchronous run that others wait for and that shows no progress for so long; start_seconds: the same until its
+    first work is done; 0 never. max_restarts: most replacements in a row without a new step."""
 
     steps: int = Field(60, ge=1)
     seed: int = Field(0, ge=0, lt=2**30)
@@ -68,9 +71,14 @@ class LoopConfig(StrictModel):
     state_every: int = Field(10, ge=0)
     keep_states: int = Field(2, ge=1)
     keep_best: int = Field(0, ge=0, le=1)
+    sample_every: int = Field(10, ge=0)
+    sample_responses: int = Field(4, ge=0)
     asynchronous: bool = False
     max_lag: int = Field(3, ge=0)
     on_stale: Literal["wait", "drop"] = "wait"
+    hang_seconds: float = Field(1200.0, ge=0)
+    start_seconds: float = Field(1800.0, ge=0)
+    max_restarts: int = Field(3, ge=0)
 
     @model_validator(mode="after")
     def _evaluations_are_there(self) -> LoopConfig:

@@ -13,6 +13,8 @@ import torch
 
 from tracefp4.assets import builtin_model_path
 from tracefp4.errors import TracefpError
+from tracefp4.guidance.plan import record_row_bytes
+from tracefp4.guidance.schema import full_bits
 from tracefp4.guidance.store import GuidanceStore
 from tracefp4.loop.config import RunConfig
 from tracefp4.methods import Method, get_method
@@ -82,6 +84,28 @@ class Parts:
             seed=derive_seed(self.config.run.seed, "minibatches"),
         )
 
+    def guidance_bytes(self) -> int:
+        """Most bytes of records that lie between rollout and trainer at once; 0 where they stay in memory.
+
+        Every response as long as it may be. A shard goes when all of its records are used, so that twice the records
+        may be there where groups end out of order; ``guidance.keep_gb`` bounds them.
+        """
+        c, s = self.config, self.config.sampling
+        if c.guidance.url == "memory" and not c.run.asynchronous:
+            return 0
+        shape = ModelShape.from_hf(self.hf_config)
+        kv_width = shape.kv_heads * shape.head_dim
+        widths = {"expert_input": shape.hidden, "key": kv_width, "value": kv_width}
+        guided, formats = self.recipe.guided_layers, (self.recipe.activations, self.recipe.kv)
+        row = record_row_bytes(self.recipe, widths, len(guided), self.recipe.bits) if guided else 0
+        full = {full_bits(name) for name in formats if name}
+        probe = record_row_bytes(self.recipe, widths, shape.layers, full.pop()) if len(full) == 1 else 0
+        steps = 2 * (c.run.max_lag + 1) if c.run.asynchronous else 1
+        responses = steps * s.prompts_per_step * s.samples_per_prompt + c.run.eval_prompts
+        rows = self.encoder.max_prompt_tokens + s.max_new_tokens
+        need = rows * (responses * row + steps * (c.run.probe_trajectories if c.run.probe_every else 0) * probe)
+        return min(need, int(c.guidance.keep_gb * 2**30)) if c.guidance.keep_gb else need
+
     def close(self) -> None:
         """Ends what the task keeps running, such as the workers of a check."""
         close = getattr(self.task, "close", None)
@@ -95,8 +119,9 @@ class Parts:
         kept = [(p, ids) for p in prompts if (ids := self.encoder.encode(p)) is not None]
         if not kept:
             raise TracefpError(
-                f"every prompt exceeds {self.encoder.max_prompt_tokens} tokens: raise rollout.max_model_len, and "
-                "sampling.max_prompt_tokens where it is set"
+                f"every prompt exceeds {self.encoder.max_prompt_tokens} tokens (the shortest has "
+                f"{self.encoder.shortest_dropped}): raise rollout.max_model_len, and sampling.max_prompt_tokens where "
+                "it is set"
             )
         return [p for p, _ in kept], [ids for _, ids in kept]
 

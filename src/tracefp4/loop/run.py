@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,26 +15,39 @@ import torch
 from tracefp4.align.watchdog import Event, Watch, WatchConfig
 from tracefp4.config import config_hash, resolved
 from tracefp4.errors import TracefpError
-from tracefp4.files import warn
+from tracefp4.files import StorageError, same_disk, warn
 from tracefp4.guidance.disk import GuidanceStoreConfig
 from tracefp4.loop.config import RunConfig
 from tracefp4.loop.parts import Parts, preflight
-from tracefp4.loop.training import TrainingRun
-from tracefp4.report import EventLog, RunLogger, progress, read_jsonl, write_json_atomic
-from tracefp4.report.events import events_before
-from tracefp4.report.logger import CONFIG, FINAL, METRICS, RUN, TIMING, steps_before
+from tracefp4.loop.training import TrainingRun, response_samples
+from tracefp4.report import RunLogger, StepLog, progress, read_jsonl, write_json_atomic
+from tracefp4.report.events import lines_before
+from tracefp4.report.logger import CONFIG, EVENTS, FINAL, METRICS, RUN, SAMPLES, TIMING, steps_before
+from tracefp4.report.notify import Notifier, for_run
 from tracefp4.report.provenance import append_resume, checkpoint_fingerprint, provenance
-from tracefp4.saves import CHECKPOINT, STATES, Position, Saves, check_space, space_missing
+from tracefp4.saves import CHECKPOINT, STATES, Position, Saves, check_guidance_space, check_space, space_missing
 from tracefp4.signals import Stopped, release
 from tracefp4.tasks import Task
 from tracefp4.train.checkpoint import check_config, latest_facts, load_latest, save_state
 from tracefp4.train.trainer import GRPOTrainer
+from tracefp4.types import Trajectory
 
+_FREE_RUN_KEYS = (
+    "steps",
+    "save_every",
+    "state_every",
+    "keep_states",
+    "keep_best",
+    "sample_every",
+    "sample_responses",
+    "tensorboard",
+    "threads",
+    "hang_seconds",
+    "start_seconds",
+    "max_restarts",
+)
 FREE_ON_RESUME = frozenset(
-    [
-        f"run.{key}"
-        for key in ("steps", "save_every", "state_every", "keep_states", "keep_best", "tensorboard", "threads")
-    ]
+    [f"run.{key}" for key in _FREE_RUN_KEYS]
     + [f"watch.{key}" for key in WatchConfig.model_fields]
     + [f"guidance.{key}" for key in GuidanceStoreConfig.model_fields]
 )
@@ -52,14 +66,32 @@ class DivergedError(TracefpError, FloatingPointError):
 def check_start(planned: Sequence[tuple[RunConfig, Path]], resume: bool = False) -> None:
     """What can be known before any of these runs starts: each config's ``preflight``, what a folder to resume holds,
     and the space that all of them need. Raises TracefpError; touches no folder."""
+    top = Path(os.path.commonpath([run_dir.absolute() for _, run_dir in planned]))
     need = 0
+    weights, guidance, elsewhere = Counter[str](), Counter[str](), Counter[Path]()
     for config, run_dir in planned:
         parts = preflight(config)
         parts.close()
         if resume:
             check_resumable(config, run_dir)
         need += space_missing(run_dir, parts.sizes, config.run)
-    check_space(Path(os.path.commonpath([run_dir.absolute() for _, run_dir in planned])), need)
+        # What is on its way goes with the run. Runs of several methods may run together, those of several seeds do not.
+        weights |= Counter({config.method.name: parts.sizes.published(config.run)})
+        place = local_folder(config.guidance.url, top)
+        if place is not None and same_disk(place, top):
+            guidance |= Counter({config.method.name: parts.guidance_bytes()})
+        elif place is not None:
+            elsewhere |= Counter({place / config.method.name: parts.guidance_bytes()})
+    check_space(top, need, weights.total(), guidance.total())
+    for place in {path.parent for path in elsewhere}:
+        check_guidance_space(place, sum(n for path, n in elsewhere.items() if path.parent == place))
+
+
+def local_folder(url: str, run_dir: Path) -> Path | None:
+    """The folder of a guidance.url, that of the run for "memory"; None where it is on no disk of this machine."""
+    if url == "memory":
+        return run_dir
+    return None if "://" in url and not url.startswith("file://") else Path(url.removeprefix("file://"))
 
 
 def check_resumable(config: RunConfig, run_dir: Path) -> None:
@@ -131,6 +163,13 @@ class Steps(Protocol):
     config: RunConfig
     parts: Parts
     trainer: GRPOTrainer
+    totals: dict[str, float]
+    """Figures that add up over the run: kept in its states, and set before ``begin`` where it goes on from one."""
+
+    @property
+    def trajectories(self) -> Sequence[Trajectory]:
+        """Of the last step."""
+        ...
 
     def begin(self, resumed: bool) -> None: ...
 
@@ -144,6 +183,43 @@ class Steps(Protocol):
 def drive(
     run: Steps, run_dir: Path, on_step: Callable[[int, dict[str, float]], None] | None, resume: bool
 ) -> dict[str, Any]:
+    """Drives a run from where it stands to its summary, see ``run_training``, and tells ``watch.command`` how it
+    ended."""
+    c = run.config
+    notifier = for_run(run_dir, run.parts.method.name, c.run.seed, c.watch.command, c.watch.command_seconds)
+    try:
+        summary = _drive(run, run_dir, on_step, resume, notifier)
+    except Stopped as stop:
+        notifier.send("stopped", f"stopped by {stop}")
+        raise
+    except BaseException as error:
+        notifier.send("failed", " ".join(str(error).split()) or type(error).__name__)
+        raise
+    else:
+        if stopped := summary.get("stopped_by"):
+            notifier.send("stopped", f"watch.{stopped['name']}: {stopped['message']}", final=summary)
+        else:
+            notifier.send("done", _ending(summary), final=summary)
+        return summary
+    finally:
+        notifier.close()
+
+
+def _ending(summary: dict[str, Any]) -> str:
+    text = f"done after {summary['steps']} steps"
+    if summary.get("eval/pass_rate_end") is None:
+        return text
+    start, end = (summary[f"eval/pass_rate_{when}"] for when in ("start", "end"))
+    return f"{text}: held-out pass rate {start:.3f} -> {end:.3f}"
+
+
+def _drive(
+    run: Steps,
+    run_dir: Path,
+    on_step: Callable[[int, dict[str, float]], None] | None,
+    resume: bool,
+    notifier: Notifier,
+) -> dict[str, Any]:
     config = run.config
     at = _resume(run, run_dir) if resume else Position()
     if at.trained:  # not before: what cannot go on stays as it is
@@ -155,7 +231,7 @@ def drive(
     try:
         if not at.trained:
             at.start = run.evaluate("start")
-        watch = _train(run, run_dir, at, saves, on_step)
+        watch = _train(run, run_dir, at, saves, on_step, notifier)
         run.save(run_dir / CHECKPOINT)
         end = run.evaluate("end") if watch.stopped is None else None
     except Stopped as stop:
@@ -184,6 +260,7 @@ def _train(
     at: Position,
     saves: Saves,
     on_step: Callable[[int, dict[str, float]], None] | None,
+    notifier: Notifier,
 ) -> Watch:
     """The steps that are left; ``at`` says at every moment which are done."""
     c = run.config.run
@@ -191,13 +268,16 @@ def _train(
         RunLogger(run_dir, c.tensorboard, first_step=at.finished, resumed=at.trained > 0) as logger,
         progress(c.steps, f"{run.parts.method.name}, seed {c.seed}", done=at.finished) as bar,
     ):
-        watch = make_watch(run.config, run_dir, at.finished, bar.say)
+        watch = make_watch(run.config, run_dir, at.finished, bar.say, notifier)
+        samples = StepLog(run_dir, at.finished, SAMPLES)
         for index in range(at.finished, c.steps):
             if at.unlogged is None:
-                at.pending = (index, *run.step(index))
+                metrics, timing = run.step(index)
+                count = c.sample_responses if c.sample_every and index % c.sample_every == 0 else 0
+                at.pending = (index, metrics, timing, response_samples(run.parts, run.trajectories, count, index))
                 release()
             assert at.pending is not None
-            _, metrics, timing = at.pending
+            _, metrics, timing, lines = at.pending
             if c.eval_every and (index + 1) % c.eval_every == 0 and index + 1 < c.steps:
                 rate = run.evaluate(f"step{index}")
                 if rate is not None:
@@ -205,6 +285,7 @@ def _train(
                     if c.keep_best:
                         saves.best(index + 1, rate, c.eval_prompts, run.save)
             logger.log(index, metrics, {**timing, "failed_saves": float(saves.failed)})
+            _write_samples(samples, lines)
             at.finished = index + 1
             bar.step(reward=metrics["reward/mean"], diff=metrics.get("mismatch/logprob_abs_diff_mean", 0.0))
             stop = watch.check(index, metrics)
@@ -219,13 +300,25 @@ def _train(
     return watch
 
 
-def make_watch(config: RunConfig, run_dir: Path, first: int, say: Callable[[str], None]) -> Watch:
+def _write_samples(log: StepLog, lines: list[dict[str, Any]]) -> None:
+    """Samples are for reading: a disk that refuses them does not end a run."""
+    try:
+        log.write(*lines)
+    except StorageError as error:
+        warn(f"the step's sampled responses are not written: {error}")
+
+
+def make_watch(
+    config: RunConfig, run_dir: Path, first: int, say: Callable[[str], None], notifier: Notifier | None = None
+) -> Watch:
     """The run's watchdogs, in the state they were in after the steps that metrics.jsonl holds."""
-    log = EventLog(run_dir, first)
+    log = StepLog(run_dir, first)
 
     def report(event: Event) -> None:
         log.write(asdict(event))
         say(f"{'stop' if event.level == 'stop' else 'warning'}: {event.name}: {event.message}")
+        if notifier is not None and event.level != "stop":  # of a stop the run's end tells
+            notifier.send("warning", f"{event.name}: {event.message}", event=asdict(event))
 
     watch = Watch(config.watch, resolved(config), report)
     watch.replay(read_jsonl(run_dir / METRICS))
@@ -238,6 +331,7 @@ def _save_state(run: Steps, run_dir: Path, at: Position) -> None:
         "config": resolved(run.config),
         "recipe_hash": run.parts.recipe.hash,
         "counters": counters,
+        "totals": run.totals,
         "pass_rate_start": at.start,
         "pending": at.unlogged,
     }
@@ -261,7 +355,8 @@ def _resume(run: Steps, run_dir: Path) -> Position:
         )
     for name in (METRICS, TIMING):
         steps_before(run_dir / name, facts["step"])
-    events_before(run_dir, facts["step"])
+    for name in (EVENTS, SAMPLES):
+        lines_before(run_dir, facts["step"], name)
     if (run_dir / RUN).is_file():
         _read_object(run_dir / RUN)
     try:
@@ -271,6 +366,7 @@ def _resume(run: Steps, run_dir: Path) -> Position:
             f"the newest state in {run_dir / STATES} lacks {error}: go on with the version that its run.json names, or "
             "train into another folder"
         ) from None
+    run.totals = facts.get("totals", {})  # a state of an older version has none
     pending = facts.get("pending")
     at = Position(facts["step"], facts["pass_rate_start"], tuple(pending) if pending else None)
     at.saved = at.trained

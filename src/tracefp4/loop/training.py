@@ -3,6 +3,7 @@ the weights of step k."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -16,13 +17,21 @@ from tracefp4.files import replaced_dir, warn
 from tracefp4.guidance.disk import ShardStore, make_store
 from tracefp4.guidance.store import GuidanceStore
 from tracefp4.loop.config import RunConfig
-from tracefp4.loop.parts import preflight
+from tracefp4.loop.parts import Parts, preflight
 from tracefp4.report import write_json_atomic
 from tracefp4.saves import BEST_FACTS
 from tracefp4.signals import hold
 from tracefp4.tasks import CountingTask, Prompt, Task
 from tracefp4.train.trainer import GRPOTrainer
 from tracefp4.types import GuidanceHandle, Request, RolloutBatch, Trajectory
+
+STORE_TOTALS = (
+    "guidance/written_bytes",
+    "guidance/written_records",
+    "guidance/dropped/full",
+    "guidance/dropped/error",
+)
+"""Figures of a store on disk that count from its process's start."""
 
 
 class TrainingRun:
@@ -40,8 +49,11 @@ class TrainingRun:
         torch.manual_seed(config.run.seed)
         self.method, self.tokenizer, self.task, self.recipe = parts.method, parts.tokenizer, parts.task, parts.recipe
         self.store = make_store(config.guidance.model_copy(update={"url": guidance_url(config)}))
+        self.trajectories: Sequence[Trajectory] = ()
         self.engine = parts.make_engine(self.store)
         self.trainer = parts.make_trainer(self.store)
+        self.totals: dict[str, float] = {}
+        self._totals_before: dict[str, float] = {}
         try:
             self.publish()
         except TracefpError as error:
@@ -53,6 +65,7 @@ class TrainingRun:
 
     def begin(self, resumed: bool) -> None:
         """Called once, before the first step or evaluation; resumed: the trainer's state has just been loaded."""
+        self._totals_before = dict(self.totals)
         if resumed:
             self.publish()
         clear_store(self.store)  # records of an earlier process, which this run makes again
@@ -71,6 +84,7 @@ class TrainingRun:
         preemptions = self.engine.scheduler.num_preemptions
         each = [p for p in prompts for _ in range(n)]
         trajectories, rewards = self._respond(each, requests)
+        self.trajectories = trajectories
         clock.append(time.perf_counter())
         try:
             for i, (t, reward) in enumerate(zip(trajectories, rewards, strict=True)):
@@ -95,7 +109,9 @@ class TrainingRun:
             "rollout_tokens_per_second": sum(t.num_sampled for t in trajectories) / rollout_s,
             "train_tokens_per_second": sum(t.num_sampled for t in trajectories if t.advantage) / train_s,
         }
-        return metrics, timing | store_figures(self.store)
+        figures = store_figures(self.store)
+        self.totals = {name: figures[name] + self._totals_before.get(name, 0.0) for name in STORE_TOTALS if figures}
+        return metrics, timing | figures | self.totals
 
     def _respond(self, prompts: Sequence[Prompt], requests: Sequence[Request]) -> tuple[list[Trajectory], list[float]]:
         """Responses and their rewards. prompts: one a request. Leaves no record behind where it raises."""
@@ -165,6 +181,33 @@ def rollout_metrics(trajectories: Sequence[Trajectory], trainer_version: int) ->
         "policy/lag_max": float(max(lags)),
         "guidance/bytes_per_token": stored / rows,
     }
+
+
+def response_samples(parts: Parts, trajectories: Sequence[Trajectory], count: int, step: int) -> list[dict[str, Any]]:
+    """Lines for samples.jsonl: ``count`` responses of a step, spread evenly, with what they earned.
+
+    Text is what the tokenizer makes of the ids, special tokens shown. A reward or an advantage that is not a finite
+    number is null.
+    """
+    total = len(trajectories)
+    chosen = sorted({int(i * total / count) for i in range(min(count, total))})
+    lines = []
+    for t in (trajectories[i] for i in chosen):
+        reward, advantage = (x if math.isfinite(x) else None for x in (t.reward, t.advantage))
+        lines.append(
+            {
+                "step": step,
+                "request_id": t.request_id,
+                "prompt": parts.tokenizer.decode(list(t.prompt_ids)),
+                "response": parts.tokenizer.decode(list(t.response_ids)),
+                "reward": reward,
+                "advantage": advantage,
+                "tokens": t.num_sampled,
+                "finish_reason": t.finish_reason,
+                "version": int(t.versions.max()) if len(t.versions) else None,
+            }
+        )
+    return lines
 
 
 def guidance_url(config: RunConfig) -> str:

@@ -1,6 +1,6 @@
 """Logs of a run, progress, and the tables that compare runs."""
 
-from tracefp4.report.events import EventLog
+from tracefp4.report.events import StepLog
 from tracefp4.report.logger import (
     RunFolderError,
     RunLogger,
@@ -15,9 +15,9 @@ from tracefp4.report.summary import summarize
 from tracefp4.report.table import markdown_table, rich_table
 
 __all__ = [
-    "EventLog",
     "RunFolderError",
     "RunLogger",
+    "StepLog",
     "create_run_dir",
     "ensure_dir",
     "markdown_table",

@@ -1,15 +1,16 @@
-"""events.jsonl: what the watchdogs of a run said.
+"""Logs of a run that have lines for some steps only: events.jsonl, samples.jsonl.
 
     {"figures": {"ratio": 3.4, ...}, "level": "warn", "message": "...", "name": "mismatch", "step": 41}
 
-One line per event, in order of steps, none for a step where all is well. As in metrics.jsonl there is no wall-clock
-figure and keys are sorted: equal runs give equal files, resumed ones included.
+events.jsonl: what the watchdogs said, a line an event. samples.jsonl: a line a response, see
+``loop.training.response_samples``. Lines are in order of steps. As in metrics.jsonl there is no wall-clock figure and
+keys are sorted: equal runs give equal files, resumed ones included.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +18,34 @@ from tracefp4.files import append_text, write_text_atomic
 from tracefp4.report.logger import EVENTS, RunFolderError
 
 
-class EventLog:
-    """Appends events to a run folder; each is on disk when ``write`` returns.
+class StepLog:
+    """Appends lines to a file of a run folder; each is on disk when ``write`` returns.
 
-    first_step: go on from here; events of later steps, and a last line cut short, are dropped first. Raises
-    RunFolderError for a line before them that is no event.
+    first_step: go on from here; lines of later steps, and a last line cut short, are dropped first. Raises
+    RunFolderError for a line before them that is none of a step.
     """
 
-    def __init__(self, run_dir: str | Path, first_step: int = 0) -> None:
-        self.path = Path(run_dir) / EVENTS
-        write_text_atomic(self.path, "".join(events_before(run_dir, first_step)))
+    def __init__(self, run_dir: str | Path, first_step: int = 0, name: str = EVENTS) -> None:
+        self.path = Path(run_dir) / name
+        write_text_atomic(self.path, "".join(lines_before(run_dir, first_step, name)))
 
-    def write(self, event: Mapping[str, Any]) -> None:
-        """event: plain JSON values, its step among them."""
-        append_text(self.path, json.dumps(event, sort_keys=True, allow_nan=False) + "\n")
+    def write(self, *lines: Mapping[str, Any]) -> None:
+        """lines: plain JSON values, their step among them."""
+        append_text(self.path, _text(lines))
 
 
-def events_before(run_dir: str | Path, step: int) -> list[str]:
-    """The lines of events before ``step``. Raises RunFolderError for a whole line that is no event."""
-    path = Path(run_dir) / EVENTS
+def append_event(run_dir: str | Path, event: Mapping[str, Any]) -> None:
+    """Adds a line to events.jsonl beside a ``StepLog`` of this process, which has no file open between lines."""
+    append_text(Path(run_dir) / EVENTS, _text([event]))
+
+
+def _text(lines: Iterable[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(line, sort_keys=True, allow_nan=False) + "\n" for line in lines)
+
+
+def lines_before(run_dir: str | Path, step: int, name: str = EVENTS) -> list[str]:
+    """The lines of such a file before ``step``. Raises RunFolderError for a whole line that is none of a step."""
+    path = Path(run_dir) / name
     try:
         data = path.read_bytes() if step and path.exists() else b""
     except OSError as error:
@@ -46,5 +56,5 @@ def events_before(run_dir: str | Path, step: int) -> list[str]:
             if json.loads(raw)["step"] < step:
                 kept.append(raw.decode() + "\n")
         except (ValueError, KeyError, TypeError):
-            raise RunFolderError(f"line {number} of {path} is no event: mend or remove that file") from None
+            raise RunFolderError(f"line {number} of {path} is of no step: mend or remove that file") from None
     return kept

@@ -4,6 +4,7 @@
                     repr, no wall-clock figure, so equal runs give equal files
     timing.jsonl    the same for wall-clock figures, which never repeat
     events.jsonl    what the watchdogs said, one JSON object per event, see `report.events`
+    samples.jsonl   some responses of every so many steps, one JSON object each, likewise
     config.json     the resolved config          (written by the command line)
     final.json      the summary of the whole run (written by the command line, unless the loop did)
     run.json        commit, versions, hardware   (written by the loop)
@@ -30,9 +31,9 @@ from typing import Any
 from tracefp4.files import LOCK, StorageError, append_text, reason, storage_errors, warn, write_text_atomic
 
 METRICS, TIMING, CONFIG, FINAL = "metrics.jsonl", "timing.jsonl", "config.json", "final.json"
-EVENTS, RUN = "events.jsonl", "run.json"
+EVENTS, SAMPLES, RUN = "events.jsonl", "samples.jsonl", "run.json"
 _FOLDERS = ("checkpoint", "checkpoint-best", "states", "tensorboard", "guidance", "weights")
-_OURS = frozenset({METRICS, TIMING, EVENTS, CONFIG, FINAL, RUN, LOCK, *_FOLDERS})
+_OURS = frozenset({METRICS, TIMING, EVENTS, SAMPLES, CONFIG, FINAL, RUN, LOCK, *_FOLDERS})
 
 
 class RunFolderError(StorageError):
@@ -242,5 +243,7 @@ def _summary_writer(run_dir: Path, first_step: int) -> Any:
     # Imported on use: it pulls in tensorboard, which takes a second that `--help` should not pay.
     from torch.utils.tensorboard import SummaryWriter
 
-    # purge_step: the viewer forgets what an earlier process wrote of steps that are run again.
-    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step or None)
+    # purge_step: the viewer forgets what an earlier process wrote of steps that are run again; all, where that died
+    # before its first state.
+    folder = run_dir / "tensorboard"
+    return SummaryWriter(str(folder), purge_step=first_step if any(folder.glob("events.*")) else None)

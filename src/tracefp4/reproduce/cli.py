@@ -16,6 +16,7 @@ from tracefp4.config import ConfigError
 from tracefp4.files import folder_lock
 from tracefp4.options import parse_seeds
 from tracefp4.reproduce.experiments import EXPERIMENTS
+from tracefp4.terminal import say
 
 if TYPE_CHECKING:
     from tracefp4.reproduce.plan import Plan, Request
@@ -236,4 +237,4 @@ def _names(text: str | None) -> tuple[str, ...]:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    say(line, sys.stderr)

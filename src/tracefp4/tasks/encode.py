@@ -49,6 +49,7 @@ class PromptEncoder:
                 'prompts cannot be cut; use "drop" or "error"'
             )
         self.dropped = self.truncated = 0
+        self.shortest_dropped: int | None = None
         self._reply_role = ""
 
     def encode(self, prompt: Prompt) -> tuple[int, ...] | None:
@@ -73,6 +74,7 @@ class PromptEncoder:
             self.truncated += 1
             return ids[-self.max_prompt_tokens :]
         self.dropped += 1
+        self.shortest_dropped = min(len(ids), self.shortest_dropped or len(ids))
         return None
 
     def continuation(

@@ -81,6 +81,7 @@ def _read_facts(directory: Path, required: Sequence[str]) -> dict[str, Any]:
         "sha256": str,
         "config": dict,
         "counters": dict,
+        "totals": dict,
         "pass_rate_start": (float, int, type(None)),
         "pending": (list, type(None)),
     }
