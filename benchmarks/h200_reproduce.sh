@@ -15,7 +15,7 @@
 # of as many unfinished runs as fit, and names those that start anew. --whole starts no run that would not end in time:
 # for the last call on a machine.
 #
-# A session of 30 minutes on one machine:
+# Thirty minutes on one machine:
 #   benchmarks/h200_reproduce.sh main out - --modes bf16 --seeds 0            # warm start; is the control stable?
 #   benchmarks/h200_reproduce.sh main out                                      # all modes; the bf16 run is kept
 #   benchmarks/h200_reproduce.sh main out - --whole                            # what still ends in time, then the pack
