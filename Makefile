@@ -2,6 +2,7 @@
 # make test   lint, then all tests
 # make lint   ruff and mypy
 # make test-verl  the verl adapter in an environment of its own (.venv-verl), through real Ray; docs/verl.md
+# make gap-example   a small language model in BF16 and in four bits on 100 everyday inquiries (docs/gap-example.md)
 # make clean  remove the virtual environment and the caches; runs/ stays
 
 PYTHON ?= python3
@@ -17,13 +18,17 @@ VERL_VENV := .venv-verl
 VERL_BIN := $(VERL_VENV)/bin
 VERL_STAMP := $(VERL_VENV)/.installed
 
-.PHONY: demo test test-verl lint clean
+.PHONY: demo gap-example test test-verl lint clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
 	@started=$$(date +%s); \
 	$(BIN)/tracefp4 compare recipes/demo.toml --modes $(MODES) --seeds $(SEEDS) --out runs/demo --overwrite; \
 	code=$$?; echo "total: $$(( $$(date +%s) - started )) s"; exit $$code
+
+gap-example: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r examples/gap_everyday/requirements.txt
+	@$(BIN)/python examples/gap_everyday/run.py
 
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS)

@@ -16,7 +16,9 @@ from tracefp4.types import TrainBatch
 
 
 def main() -> None:
-    config = load_config("recipes/demo.toml", ["method.name=fp32", "run.seed=2", *sys.argv[1:]], RunConfig)
+    config = load_config(
+        "recipes/demo.toml", ["method.name=fp32", "run.seed=2", "run.device=cpu", *sys.argv[1:]], RunConfig
+    )
     run = TrainingRun(config)
     run.step(0)
     prompts = run.task.train_prompts(1, config.sampling.prompts_per_step)

@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "tracefp4"
 
-LEAVES = {"types", "config", "config_problems", "errors", "files", "signals", "terminal"}
+LEAVES = {"types", "config", "config_problems", "device", "errors", "files", "signals", "terminal", "options"}
 CORE = LEAVES | {"formats", "kernels", "recipe"}
 
 ALLOWED: dict[str, set[str]] = {
@@ -15,9 +15,11 @@ ALLOWED: dict[str, set[str]] = {
     "types": LEAVES,
     "config": LEAVES,
     "config_problems": LEAVES,
+    "device": LEAVES,
     "errors": LEAVES,
     "files": LEAVES,
     "signals": LEAVES,
+    "options": LEAVES,
     "terminal": LEAVES,
     "saves": LEAVES,
     "formats": LEAVES,
@@ -35,12 +37,16 @@ ALLOWED: dict[str, set[str]] = {
     "assets": LEAVES | {"tasks"},
     "loop": CORE | {"guidance", "nn", "rollout", "train", "methods", "tasks", "align", "report", "assets", "saves"},
     "asynchronous": CORE | {"guidance", "loop", "report", "tasks", "train", "rollout", "saves", "align"},
-    "bench": CORE | {"guidance", "nn"},
+    "bench": CORE | {"guidance", "nn", "rollout"},
     "compare": LEAVES | {"report"},
     "evaluate": CORE | {"guidance", "nn", "rollout", "methods", "tasks", "align", "report", "loop", "saves"},
+    "meter": CORE | {"guidance", "nn", "rollout", "train", "methods", "tasks", "align", "report", "loop", "saves"},
+    "gap": CORE | {"nn", "rollout", "tasks", "align", "report", "assets"},
+    "reproduce": LEAVES
+    | {"compare", "evaluate", "loop", "methods", "tasks", "rollout", "train", "align", "report", "saves"},
     "cli": LEAVES
     | {"loop", "asynchronous", "compare", "methods", "train", "report", "formats", "guidance", "recipe", "saves"}
-    | {"guidance_cli", "evaluate"},
+    | {"guidance_cli", "evaluate", "bench", "meter", "gap", "reproduce"},
     "guidance_cli": LEAVES | {"guidance"},
     # Two paths inside another framework's processes; not the loop, which the framework has itself.
     "adapters": CORE | {"guidance", "nn", "rollout", "train", "methods", "align"},

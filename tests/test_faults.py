@@ -446,7 +446,7 @@ def test_on_a_small_and_on_a_read_only_file_system(recipe: Path, whole: Path, tm
     assert "read-only: 2\n" in text, text
     assert f"error: the folder {tmp_path / 'fixed/out'} cannot be written (Read-only file system)\n" in text
     assert "too small: 2 []\n" in text, text
-    files = ["config.json", "events.jsonl", "metrics.jsonl", "run.json", "states", "timing.jsonl"]
+    files = ["config.json", "events.jsonl", "metrics.jsonl", "run.json", "samples.jsonl", "states", "timing.jsonl"]
     assert f"full: 2 {files} ['step-00000001']\n" in text, text
     assert "(No space left on device)\n" in text
     assert "resumed: 0 ['checkpoint', 'config.json', 'events.jsonl', 'final.json', 'metrics.jsonl'," in text, text

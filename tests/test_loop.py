@@ -118,6 +118,7 @@ def test_the_trained_policy_is_a_checkpoint_to_go_on_from(tmp_path: Path) -> Non
         "events.jsonl",
         "metrics.jsonl",
         "run.json",
+        "samples.jsonl",
         "states",
         "timing.jsonl",
     ]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tracefp4.bench.registry import Case, Result, derive, run_case, table, write
+from tracefp4.config import ConfigError
 
 CPU = torch.device("cpu")
 
@@ -52,5 +53,5 @@ def test_the_command_checks_on_this_machine(capsys: pytest.CaptureFixture[str]) 
 
     assert main(["--check-only", "--only", "unpacking"]) == 0
     assert "equal bits" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
+    with pytest.raises(ConfigError, match="--check-only"):
         main(["--device", "cpu"])

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import tracefp4.nn.experts as experts_module
+import tracefp4.nn.rounding as rounding_module
 from tiny import make_engine, tiny_dense_config, tiny_model
 from tracefp4.formats import get_format
 from tracefp4.nn import GuidanceContext, TrainerForward, fake_quantize, prepare_model
 from tracefp4.nn.dense import QuantizedMLP
-from tracefp4.nn.experts import fake_quantized_weights
+from tracefp4.nn.weights import fake_quantized_weights
 from tracefp4.recipe import QuantRecipe, quantize_expert_weights
 
 QAT = TrainerForward(weights=True, activations=True, kv=True)
@@ -110,7 +110,7 @@ def test_weights_are_quantized_once_per_value(monkeypatch: pytest.MonkeyPatch) -
         calls.append(weight.shape[1])
         return quantize_expert_weights(weight, *args)
 
-    monkeypatch.setattr(experts_module, "quantize_expert_weights", counted)
+    monkeypatch.setattr(rounding_module, "quantize_expert_weights", counted)
     mlp, context = prepared()
     for _ in range(3):
         mlp(hidden()).sum().backward()

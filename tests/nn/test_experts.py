@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import tracefp4.nn.experts as experts_module
+import tracefp4.nn.rounding as rounding_module
 from tiny import make_engine, tiny_config, tiny_model
 from tracefp4.formats import get_format
 from tracefp4.nn import GuidanceContext, TrainerForward, fake_quantize, prepare_model
-from tracefp4.nn.experts import fake_quantized_weight
+from tracefp4.nn.weights import fake_quantized_weight
 from tracefp4.recipe import QuantRecipe, quantize_expert_weights
 from tracefp4.train.optimizer import MasterOptimizer
 
@@ -129,7 +129,7 @@ def quantizations(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         calls.append(weight)
         return quantize_expert_weights(weight, *args)
 
-    monkeypatch.setattr(experts_module, "quantize_expert_weights", counted)
+    monkeypatch.setattr(rounding_module, "quantize_expert_weights", counted)
     return calls
 
 

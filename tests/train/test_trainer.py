@@ -19,7 +19,7 @@ from tracefp4.guidance import decode
 from tracefp4.guidance.store import MemoryStore
 from tracefp4.methods import get_method
 from tracefp4.train.losses import LossTerms
-from tracefp4.train.slices import assemble
+from tracefp4.train.slices import RowCounts, assemble
 from tracefp4.train.trainer import GRPOTrainer, TrainConfig
 from tracefp4.types import RolloutBatch, Trajectory
 
@@ -118,6 +118,34 @@ def test_decoding_once_differs_only_after_the_weights_have_moved(method: str) ->
     assert not torch.equal(anew[1][1].ratio, once[1][1].ratio)
     assert anew[0]["mismatch/logprob_abs_diff_mean"] == once[0]["mismatch/logprob_abs_diff_mean"]
     assert all(math.isfinite(v) for v in once[0].values())
+
+
+def test_quantized_weights_can_be_made_in_every_forward() -> None:
+    def run(keep: bool) -> tuple[dict[str, float], dict[str, Tensor]]:
+        batch, store = rollout("trace-all", "bfloat16")
+        trainer = make_trainer(
+            "trace-all", "bfloat16", store, lr=1e-2, updates_per_rollout=2, keep_quantized_weights=keep
+        )
+        metrics = trainer.update(batch)
+        held = [m for m in trainer.model.modules() if m.__dict__.get("_tracefp4_weights")]
+        assert bool(held) == keep
+        return metrics, weights(trainer)
+
+    kept, anew = run(True), run(False)
+    assert kept[0] == anew[0]
+    assert all(torch.equal(kept[1][name], anew[1][name]) for name in kept[1])
+
+
+def test_padding_on_the_right_needs_no_mask() -> None:
+    """What a GPU's forward leaves out: causal attention of a real token never reaches the padding behind it."""
+    batch, store = rollout("bf16")
+    trainer = make_trainer("bf16", "float32", store)
+    (micro,) = trainer._micro_batches(batch.trajectories, RowCounts())
+    assert not micro.batch.attention_mask.all()
+    with torch.no_grad(), trainer.context.armed(micro.guidance) as kwargs:
+        ids, mask = micro.batch.input_ids, micro.batch.attention_mask
+        without, with_mask = (trainer.model(ids, attention_mask=m, **kwargs).logits[mask] for m in (None, mask))
+    torch.testing.assert_close(without, with_mask, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -1,1 +1,1 @@
-"""Benchmarks of the kernels: `python -m tracefp4.bench.kernels`."""
+"""Benchmarks of the kernels: `tracefp4 bench {kernels, rollout, train}`."""

@@ -1,49 +1,46 @@
 """Check and time the kernels.
 
-    python -m tracefp4.bench.kernels --device cuda --out DIR   all checks and timings, a sweep of attention's settings
-    python -m tracefp4.bench.kernels --check-only              small shapes; under Triton's interpreter on the CPU
+    tracefp4 bench kernels --device cuda --out DIR   all checks and timings, a sweep of attention's settings
+    tracefp4 bench kernels --check-only              small shapes; under Triton's interpreter on the CPU
 
 Exit status 1 if a case failed its check or raised.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
-import sys
 import time
-from pathlib import Path
 
 import torch
 
+from tracefp4.bench.options import bench_device, bench_parser, refuse_unmatched, run_module
+from tracefp4.config import ConfigError
+
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tracefp4.bench.kernels", description="Check and time the kernels.")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, help="folder for results.json and results.md")
-    parser.add_argument("--check-only", action="store_true", help="no timing; small shapes on the CPU")
+    parser = bench_parser("kernels", "Check and time the kernels.")
     parser.add_argument("--no-sweep", action="store_true", help="default settings only")
-    parser.add_argument("--only", default="", help="cases whose op or name contains this")
     parser.add_argument("--repeats", type=int, default=30, help="timed calls a case")
-    parser.add_argument("--seconds", type=float, default=480, help="no case is begun after this long")
-    parser.add_argument("--commit", help="commit to write into the results, where there is no git checkout")
     args = parser.parse_args(arguments)
-    device = torch.device(args.device)
+    device = bench_device(args.device)
     if device.type == "cpu":
         if not args.check_only:
-            parser.error("on the CPU the kernels only run under Triton's interpreter: add --check-only")
+            raise ConfigError("on the CPU the kernels run under Triton's interpreter only: add --check-only")
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
     from tracefp4.bench import attention, experts, quantize, rounding
-    from tracefp4.bench.registry import Result, Timer, derive, environment, run_case, table, write
+    from tracefp4.bench.registry import Result, Timer, derive, environment, markdown, run_case, table, write
 
     small = device.type == "cpu"
     cases = attention.cases(small, sweep=False) + quantize.cases(small)
     cases += experts.cases(small, sweep=False) + rounding.cases(small)
     if not (args.no_sweep or args.check_only):
         cases += attention.cases(small, sweep=True) + experts.cases(small, sweep=True)
-    cases = [c for c in cases if args.only in c.op or args.only in c.name]
+    names = [f"{c.op}, {c.name}" for c in cases]
+    cases = [c for c in cases if args.only in f"{c.op}, {c.name}"]
+    if not cases:
+        raise refuse_unmatched(args.only, names)
     timer = None if args.check_only else Timer(device, args.repeats)
     limits = {}
     if timer is not None:
@@ -70,9 +67,9 @@ def main(arguments: list[str] | None = None) -> int:
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    print(table(results))
+    print(markdown(about, limits, results) if args.markdown else table(results))
     return int(any(r.error is not None for r in results))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_module(main)

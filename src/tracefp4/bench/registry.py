@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -160,10 +161,15 @@ def table(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def environment(device: torch.device, commit: str | None) -> dict[str, Any]:
     """Commit, versions and hardware of this run."""
-    import triton
-
     if commit is None:
         root = Path(__file__).resolve().parents[3]
         done = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True)
@@ -173,7 +179,8 @@ def environment(device: torch.device, commit: str | None) -> dict[str, Any]:
         "commit": commit,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": triton.__version__,
+        "triton": _version("triton"),
+        "transformers": _version("transformers"),
         "cuda": torch.version.cuda,
         "device": torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine(),
         "multiprocessors": torch.cuda.get_device_properties(device).multi_processor_count if cuda else None,
@@ -185,5 +192,14 @@ def write(out: Path, environment: dict[str, Any], limits: dict[str, float], resu
     out.mkdir(parents=True, exist_ok=True)
     document = {"environment": environment, "limits": limits, "results": [asdict(r) for r in results]}
     (out / "results.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    head = "\n".join(f"- {k}: {v}" for k, v in {**environment, **{k: f"{v:.4g}" for k, v in limits.items()}}.items())
-    (out / "results.md").write_text(f"{head}\n\n{table(results)}\n", encoding="utf-8")
+    (out / "results.md").write_text(markdown(environment, limits, results) + "\n", encoding="utf-8")
+
+
+def facts_list(environment: dict[str, Any], limits: dict[str, float]) -> str:
+    """Where the numbers come from, and the limits measured beside them, as a Markdown list."""
+    return "\n".join(f"- {k}: {v}" for k, v in {**environment, **{k: f"{v:.4g}" for k, v in limits.items()}}.items())
+
+
+def markdown(environment: dict[str, Any], limits: dict[str, float], results: list[Result]) -> str:
+    """Facts and table."""
+    return f"{facts_list(environment, limits)}\n\n{table(results)}"

@@ -35,8 +35,9 @@ def encode_scale_from_amax(amax: Tensor, encode_max: float) -> Tensor:
     Returns:
         f32 [...].
     """
-    # torch computes `number / tensor` as number * reciprocal: two roundings. A tensor dividend divides once.
-    s = amax.new_tensor(encode_max).div(amax).clamp(max=FLT_MAX)
+    # torch computes `number / tensor` as number * reciprocal: two roundings. A tensor dividend divides once. It is
+    # filled in on amax's device: a copy of a number from the host would stall it.
+    s = amax.new_full((), encode_max).div(amax).clamp(max=FLT_MAX)
     return s.masked_fill_((amax == 0) | amax.isinf(), 1.0)
 
 
@@ -51,7 +52,7 @@ def _given_encode_scale(given: float | Tensor, amax: Tensor, name: str) -> Tenso
     Values are checked on CPU only: elsewhere it would stall the device.
     """
     if not isinstance(given, Tensor):
-        given = amax.new_tensor(given)
+        given = amax.new_full((), given)
     s = given.detach().to(device=amax.device, dtype=torch.float32)
     target = (*amax.shape[:-1], 1)
     fits = s.ndim <= len(target) and all(a in (1, b) for a, b in zip(reversed(s.shape), reversed(target), strict=False))

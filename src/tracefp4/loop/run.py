@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from tracefp4.align.watchdog import Event, Watch, WatchConfig
 from tracefp4.config import config_hash, resolved
@@ -48,6 +49,7 @@ _FREE_RUN_KEYS = (
 )
 FREE_ON_RESUME = frozenset(
     [f"run.{key}" for key in _FREE_RUN_KEYS]
+    + ["train.keep_quantized_weights"]
     + [f"watch.{key}" for key in WatchConfig.model_fields]
     + [f"guidance.{key}" for key in GuidanceStoreConfig.model_fields]
 )
@@ -172,6 +174,10 @@ class Steps(Protocol):
         ...
 
     def begin(self, resumed: bool) -> None: ...
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, int]]: ...
+
+    def load_state(self, tensors: dict[str, Tensor], counters: dict[str, int]) -> None: ...
 
     def step(self, index: int) -> tuple[dict[str, float], dict[str, float]]: ...
 
@@ -326,7 +332,7 @@ def make_watch(
 
 
 def _save_state(run: Steps, run_dir: Path, at: Position) -> None:
-    tensors, counters = run.trainer.state()
+    tensors, counters = run.state()
     facts = {
         "config": resolved(run.config),
         "recipe_hash": run.parts.recipe.hash,
@@ -360,7 +366,7 @@ def _resume(run: Steps, run_dir: Path) -> Position:
     if (run_dir / RUN).is_file():
         _read_object(run_dir / RUN)
     try:
-        run.trainer.load_state(tensors, facts["counters"])
+        run.load_state(tensors, facts["counters"])
     except KeyError as error:
         raise TracefpError(
             f"the newest state in {run_dir / STATES} lacks {error}: go on with the version that its run.json names, or "
@@ -375,7 +381,8 @@ def _resume(run: Steps, run_dir: Path) -> Position:
 
 def write_run_json(parts: Parts, run_dir: Path, at: Position) -> None:
     """Where the run's numbers come from; a resumed run adds an entry to "resumes" and says what has changed."""
-    now = provenance() | {"threads": {"torch": torch.get_num_threads(), "omp": os.environ.get("OMP_NUM_THREADS")}}
+    threads = {"torch": torch.get_num_threads(), "omp": os.environ.get("OMP_NUM_THREADS")}
+    now = provenance() | {"device": parts.device, "threads": threads}
     path, config = run_dir / RUN, parts.config
     if at.trained and path.is_file():
         facts = _read_object(path)

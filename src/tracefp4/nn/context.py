@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tracefp4.guidance import CompactGuidance, GuidanceError, decode, encode, full_bits
 from tracefp4.nn.observe import SiteObserver
-from tracefp4.nn.rounding import fake_quantize, guided_round
+from tracefp4.nn.rounding import AUTO, fake_quantize, guided_round
 from tracefp4.recipe import QuantRecipe
 
 
@@ -24,7 +24,8 @@ class TrainerForward:
     """How much of the recipe the trainer's forward mirrors.
 
     weights, activations, kv: fake-quantize that part as the rollout quantizes it. guided: round recorded rows to the
-    rollout's slots; else to nearest. replay: send tokens to the experts the rollout chose (R3).
+    rollout's slots; else to nearest. replay: send tokens to the experts the rollout chose (R3). clipped: no gradient to
+    activations, K and V beyond what their block's scale represents; else the gradient of the identity everywhere.
     """
 
     weights: bool = False
@@ -32,6 +33,7 @@ class TrainerForward:
     kv: bool = False
     guided: bool = False
     replay: bool = True
+    clipped: bool = False
 
 
 @dataclass
@@ -54,11 +56,25 @@ class MicroBatch:
 
 
 class GuidanceContext:
-    """Shared by all hooked modules of one model. Disarmed, the forward rounds to nearest and replays nothing."""
+    """Shared by all hooked modules of one model. Disarmed, the forward rounds to nearest and replays nothing.
 
-    def __init__(self, recipe: QuantRecipe, forward: TrainerForward) -> None:
+    backend: of the roundings, see ``nn.rounding``; products: of the experts, see ``nn.dispatch``. keep_weights: whether
+    fake-quantized weights stay in memory from one micro-batch to the next, see ``nn.weights``.
+    """
+
+    def __init__(
+        self,
+        recipe: QuantRecipe,
+        forward: TrainerForward,
+        backend: str = AUTO,
+        products: str = "auto",
+        keep_weights: bool = True,
+    ) -> None:
         self.recipe = recipe
         self.forward = forward
+        self.backend, self.products, self.keep_weights = backend, products, keep_weights
+        self.weight_epoch = 0
+        self._recipe_hash = recipe.hash  # a hash of JSON, once and not at every site
         self.observer: SiteObserver | None = None
         self._current: MicroBatch | None = None
 
@@ -79,6 +95,11 @@ class GuidanceContext:
             yield {"guidance_key": micro_batch.key}
         finally:
             self._current, self.observer = None, None
+
+    def weights_changed(self) -> None:
+        """Forgets the fake-quantized weights. Needed only where parameters were changed behind autograd's back, by
+        writing into ``parameter.data`` in place; any other change is noticed."""
+        self.weight_epoch += 1
 
     def check(self, key: int | None) -> None:
         """Raises GuidanceError where a forward runs under another micro-batch than it was called for."""
@@ -109,11 +130,12 @@ class GuidanceContext:
         if not self.quantizes(site):
             return x_NK
         if guidance is None:
-            return fake_quantize(x_NK, name, own)
+            return fake_quantize(x_NK, name, own, self.backend, clipped=self.forward.clipped)
         rule = self.recipe.rule
         if mb is not None and mb.decoded is not None:
             guidance, rule = self._decoded_once(mb.decoded, (site, layer), guidance, x_NK.detach()), "cell"
-        return guided_round(x_NK, guidance, rule, self.recipe.hash, own_encode_scale=own)
+        clipped = self.forward.clipped
+        return guided_round(x_NK, guidance, rule, self._recipe_hash, own, self.backend, clipped=clipped)
 
     def _decoded_once(
         self,
@@ -125,15 +147,16 @@ class GuidanceContext:
         """Full codes of the first decoding at a site; rows without a record stay invalid and round to nearest."""
         if where not in held:
             own = self.recipe.site_encode_scale(where[0])
-            chosen, guided = decode(guidance, x_NK, self.recipe.rule, self.recipe.hash, own)
-            held[where] = encode(chosen, full_bits(chosen.format), self.recipe.hash, guided)
+            chosen, guided = decode(guidance, x_NK, self.recipe.rule, self._recipe_hash, own)
+            held[where] = encode(chosen, full_bits(chosen.format), self._recipe_hash, guided)
         return held[where]
 
     def round_activation(self, x: Tensor) -> Tensor:
         """The unrecorded activation site (input of the down projection): nearest rounding."""
         if not self.forward.activations or self.recipe.activations is None:
             return x
-        return fake_quantize(x, self.recipe.activations, self.recipe.site_encode_scale("expert_input"))
+        own = self.recipe.site_encode_scale("expert_input")
+        return fake_quantize(x, self.recipe.activations, own, self.backend, clipped=self.forward.clipped)
 
     @property
     def weight_format(self) -> str | None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tracefp4.nn.context import GuidanceContext
-from tracefp4.nn.experts import fake_quantized_weights
+from tracefp4.nn.weights import quantized_parameters
 
 
 class QuantizedMLP(nn.Module):
@@ -29,11 +29,8 @@ class QuantizedMLP(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., H] -> [..., H]."""
         context = self.tracefp4_context
-        gate, up, down = (getattr(self, name).weight for name in ("gate_proj", "up_proj", "down_proj"))
-        if context.weight_format is not None:
-            form = context.weight_format, context.recipe.pow2
-            gate, up = fake_quantized_weights(self, ("gate_proj.weight", "up_proj.weight"), *form)
-            (down,) = fake_quantized_weights(self, ("down_proj.weight",), *form)
+        gate_up = ("gate_proj.weight", "up_proj.weight")
+        gate, up, down = quantized_parameters(self, context, gate_up, ("down_proj.weight",))
         x = context.round_site("expert_input", self.tracefp4_layer, hidden_states.flatten(0, -2))
         a = context.round_activation(self.act_fn(F.linear(x, gate)) * F.linear(x, up))  # type: ignore[operator]
         return F.linear(a, down).view_as(hidden_states)

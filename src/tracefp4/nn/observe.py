@@ -11,10 +11,11 @@ from tracefp4.formats import QuantizedBlocks, get_format
 from tracefp4.guidance import CompactGuidance, decode
 
 
-def slot_index(codes: Tensor) -> Tensor:
-    """Codes 0..15 -> signed slot -7..7 along the E2M1 grid (both zeros are 0)."""
-    magnitude = (codes & 7).short()
-    return torch.where(codes >= 8, -magnitude, magnitude)
+def slot_index(codes: Tensor, element_bits: int = 4) -> Tensor:
+    """Codes 0..15 -> signed slot -7..7 along the E2M1 grid (both zeros are 0); E4M3 bytes likewise -127..127."""
+    sign_bit = 1 << (element_bits - 1)
+    magnitude = (codes & (sign_bit - 1)).short()
+    return torch.where(codes >= sign_bit, -magnitude, magnitude)
 
 
 class SiteObserver:
@@ -23,11 +24,12 @@ class SiteObserver:
     Rates are over values: ``code_mismatch`` counts slots that differ (the two zeros are one slot),
     ``one_slot`` the share of those one slot apart at the same scale, ``up`` the share of them where the trainer's
     slot is the larger. ``scale_mismatch`` is over blocks. ``d_act`` is ||Q_train - Q_roll||_F / ||Q_roll||_F.
+    Sums stay on the device until ``metrics``, in FP64: asked for one by one, each would have the host wait.
     """
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[str, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        self._routing = [0, 0]
+        self._sums: dict[tuple[str, int], dict[str, Tensor | float]] = defaultdict(lambda: defaultdict(float))
+        self._routing: list[Tensor | int] = [0, 0]
 
     def observe(
         self,
@@ -58,43 +60,45 @@ class SiteObserver:
         s["values"] += x.numel()
         s["blocks"] += truth.scales.numel()
         truth_values = fmt.dequantize(truth)
-        s["norm2"] += float(truth_values.double().pow(2).sum())
+        s["norm2"] += truth_values.double().pow(2).sum()
         self._compare(s, "before", truth, truth_values, own)
         if applied:
             self._compare(s, "after", truth, truth_values, after)
 
     @staticmethod
     def _compare(
-        s: dict[str, float], when: str, truth: QuantizedBlocks, truth_values: Tensor, mine: QuantizedBlocks
+        s: dict[str, Tensor | float], when: str, truth: QuantizedBlocks, truth_values: Tensor, mine: QuantizedBlocks
     ) -> None:
-        step = slot_index(mine.unpacked_codes()) - slot_index(truth.unpacked_codes())
+        bits = truth.element_bits
+        step = slot_index(mine.unpacked_codes(), bits) - slot_index(truth.unpacked_codes(), bits)
         differs = step != 0
         scale_differs = mine.scales != truth.scales
-        s[f"differ/{when}"] += float(differs.sum())
-        s[f"scale/{when}"] += float(scale_differs.sum())
+        s[f"differ/{when}"] += differs.sum().double()
+        s[f"scale/{when}"] += scale_differs.sum().double()
         same_scale = ~scale_differs.repeat_interleave(truth.block_size, dim=-1)
         near = differs & same_scale
-        s[f"near/{when}"] += float(near.sum())
-        s[f"one_slot/{when}"] += float((near & (step.abs() == 1)).sum())
-        s[f"up/{when}"] += float((near & (step > 0)).sum())
+        s[f"near/{when}"] += near.sum().double()
+        s[f"one_slot/{when}"] += (near & (step.abs() == 1)).sum().double()
+        s[f"up/{when}"] += (near & (step > 0)).sum().double()
         values = get_format(mine.format).dequantize(mine)
-        s[f"d2/{when}"] += float((values - truth_values).double().pow(2).sum())
+        s[f"d2/{when}"] += (values - truth_values).double().pow(2).sum()
 
     def observe_routing(self, own_NK: Tensor, replayed_NK: Tensor) -> None:
         """Counts rows whose top-k set differs from the rollout's; int64 [n, K] each, valid rows only."""
         same = (own_NK.sort(-1).values == replayed_NK.sort(-1).values).all(-1)
-        self._routing[0] += int((~same).sum())
+        self._routing[0] += (~same).sum()
         self._routing[1] += same.numel()
 
     def metrics(self) -> dict[str, float]:
         """``code_mismatch/{before,after}[/site/layer]`` and the other rates; empty where nothing was observed."""
         out: dict[str, float] = {}
         if self._routing[1]:
-            out["router/topk_disagreement"] = self._routing[0] / self._routing[1]
+            out["router/topk_disagreement"] = int(self._routing[0]) / int(self._routing[1])
         if not self._sums:
             return out
         total: dict[str, float] = defaultdict(float)
-        for (site, layer), s in sorted(self._sums.items()):
+        for (site, layer), sums in sorted(self._sums.items()):
+            s = {k: float(v) for k, v in sums.items()}
             for k, v in s.items():
                 total[k] += v
             for name, value in self._rates(s).items():

@@ -10,14 +10,22 @@ from tracefp4.nn.attention import ATTENTION_NAME
 from tracefp4.nn.context import GuidanceContext, TrainerForward
 from tracefp4.nn.dense import QuantizedMLP
 from tracefp4.nn.experts import EXPERTS_NAME
+from tracefp4.nn.rounding import AUTO
 from tracefp4.nn.routing import replay_hook
 from tracefp4.recipe import QuantRecipe
 
 SUPPORTED_MODEL_TYPES = ("qwen3_moe", "qwen3")
 
 
-def prepare_model(model: PreTrainedModel, recipe: QuantRecipe, forward: TrainerForward) -> GuidanceContext:
-    """Switches a model to the guided forward; returns its context.
+def prepare_model(
+    model: PreTrainedModel,
+    recipe: QuantRecipe,
+    forward: TrainerForward,
+    backend: str = AUTO,
+    products: str = "auto",
+    keep_weights: bool = True,
+) -> GuidanceContext:
+    """Switches a model to the guided forward; returns its context, which backend, products and keep_weights are of.
 
     Qwen3-MoE: attention, experts and routers; dense layers among them stay as they are. Dense Qwen3: attention, and
     each layer's ``mlp`` becomes a QuantizedMLP over the same parameters. Raises TracefpError where the model has
@@ -31,7 +39,7 @@ def prepare_model(model: PreTrainedModel, recipe: QuantRecipe, forward: TrainerF
     layers = model.get_decoder().layers
     if len(layers) != recipe.num_layers:
         raise TracefpError(f"the recipe is for {recipe.num_layers} layers, the model has {len(layers)}")
-    context = GuidanceContext(recipe, forward)
+    context = GuidanceContext(recipe, forward, backend, products, keep_weights)
     model.set_attn_implementation(ATTENTION_NAME)
     dense = model.config.model_type == "qwen3"
     if not dense:

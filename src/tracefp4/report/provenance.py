@@ -32,12 +32,14 @@ def provenance() -> dict[str, Any]:
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """'commit 1a2b3c -> 4d5e6f, torch 2.12.0 -> 2.13.0': what ``provenance`` says otherwise now; '' if nothing.
 
-    Only what can change a run's numbers: commit, versions and the processor.
+    Only what can change a run's numbers: commit, versions, the processor and the device.
     """
     pairs = [("commit", _short(then.get("commit")), _short(now.get("commit")))]
     old, new = then.get("versions", {}), now.get("versions", {})
     pairs += [(name, old.get(name), new.get(name)) for name in new if name in old]
     pairs.append(("processor", then.get("hardware", {}).get("cpu"), now.get("hardware", {}).get("cpu")))
+    if "device" in then and "device" in now:
+        pairs.append(("device", then["device"], now["device"]))
     return ", ".join(f"{name} {a} -> {b}" for name, a, b in pairs if a != b)
 
 

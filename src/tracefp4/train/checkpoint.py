@@ -37,7 +37,7 @@ def save_state(states_dir: Path, step: int, tensors: dict[str, Tensor], facts: d
         for left_over in states_dir.glob(".step-*"):  # of a process that was killed while writing
             shutil.rmtree(left_over, ignore_errors=True)
         with replaced_dir(target) as staging:
-            save_file({name: t.contiguous() for name, t in tensors.items()}, staging / TENSORS)
+            save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, staging / TENSORS)
             text = json.dumps({**facts, "step": step, "sha256": _sha256(staging / TENSORS)}, sort_keys=True)
             (staging / FACTS).write_text(text, encoding="utf-8")
         for old in _states(states_dir)[keep:]:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tracefp4.device import to_device
 from tracefp4.formats import get_format
 from tracefp4.guidance import CompactGuidance, GuidanceError, GuidanceHeader
-from tracefp4.guidance.schema import row_bytes
+from tracefp4.guidance.schema import row_bytes, site_bits
 from tracefp4.guidance.store import GuidanceStore, TrajectoryGuidance
 from tracefp4.nn import MicroBatch
 from tracefp4.recipe import QuantRecipe
@@ -99,19 +100,25 @@ def assemble(
     layers: Sequence[int],
     widths: dict[str, int],
     T: int,
+    device: torch.device | str = "cpu",
 ) -> dict[tuple[str, int], CompactGuidance]:
-    """Records of B trajectories laid out as one record of B * T rows per site and layer; gaps are invalid."""
+    """Records of B trajectories laid out as one record of B * T rows per site and layer; gaps are invalid.
+
+    They reach the device packed, one copy per site; the forward decodes them there.
+    """
     B = len(records)
     valid = torch.zeros(B, T, dtype=torch.bool)
     for b, mask in enumerate(usable):
         if mask is not None:
             valid[b, : len(mask)] = mask
+    valid_N = to_device(valid.view(-1), device)
     out: dict[tuple[str, int], CompactGuidance] = {}
     for site, width in widths.items():
         name = recipe.site_format(site)
         if name is None:
             continue
-        payload = torch.zeros(len(layers), B, T, row_bytes(name, bits, width), dtype=torch.uint8)
+        own_bits = site_bits(name, bits)
+        payload = torch.zeros(len(layers), B, T, row_bytes(name, own_bits, width), dtype=torch.uint8)
         kind = recipe.site_encode_scale(site)
         scale = torch.ones(len(layers), B, T, 1) if isinstance(kind, str) else None
         for b, record in enumerate(records):
@@ -122,11 +129,13 @@ def assemble(
             if scale is not None:
                 assert data.encode_scale is not None
                 scale[:, b, : record.rows, 0] = data.encode_scale
-        static = torch.tensor(float(kind)) if isinstance(kind, (int, float)) else None
-        header = GuidanceHeader(recipe.hash, name, bits, (B * T, width), get_format(name).block_size)
+        # Filled in on the device: a copy of a number from the host would stall it.
+        static = torch.full((), float(kind), device=device) if isinstance(kind, (int, float)) else None
+        payload, scale = to_device(payload, device), None if scale is None else to_device(scale, device)
+        header = GuidanceHeader(recipe.hash, name, own_bits, (B * T, width), get_format(name).block_size)
         for i, layer in enumerate(layers):
             row_scale = static if scale is None else scale[i].view(B * T, 1)
-            out[site, layer] = CompactGuidance(header, payload[i].view(B * T, -1), row_scale, valid.view(-1))
+            out[site, layer] = CompactGuidance(header, payload[i].view(B * T, -1), row_scale, valid_N)
     return out
 
 
@@ -139,7 +148,7 @@ def replayed_experts(
     invalid: there the router chooses by itself.
     """
     B, T = batch.input_ids.shape
-    experts = torch.zeros(B, T, len(moe_layers), experts_per_token, dtype=torch.int64)
+    experts = torch.zeros(B, T, len(moe_layers), experts_per_token, dtype=torch.int16)
     valid = torch.zeros(B, T, dtype=torch.bool)
     for b, t in enumerate(batch.trajectories):
         if t.routed_experts is None:
@@ -151,10 +160,10 @@ def replayed_experts(
                 f"expected {(n, len(moe_layers), experts_per_token)}"
             )
         if moe_layers:
-            experts[b, :n] = t.routed_experts.long().clamp(min=0)
+            experts[b, :n] = t.routed_experts.clamp(min=0)
             valid[b, :n] = (t.routed_experts[:, 0, 0] >= 0) & (t.row_versions >= oldest_version)
     device = batch.input_ids.device
-    experts, flat = experts.to(device), valid.view(-1).to(device)
+    experts, flat = to_device(experts, device).long(), to_device(valid.view(-1), device)
     return {layer: (experts[:, :, i].reshape(B * T, -1), flat) for i, layer in enumerate(moe_layers)}
 
 
@@ -218,7 +227,8 @@ class MicroBatchBuilder:
             counts.total += sum(t.num_rows for t in batch.trajectories)
             counts.guided += sum(int(m.sum()) for m in usable if m is not None)
             layers = self.recipe.guided_layers
-            mb.guidance = assemble(records, usable, self.recipe, self.recipe.bits, layers, self.widths, T)
+            device = batch.input_ids.device
+            mb.guidance = assemble(records, usable, self.recipe, self.recipe.bits, layers, self.widths, T, device)
         self._add_probe(mb, batch, T)
         return mb
 
@@ -235,5 +245,6 @@ class MicroBatchBuilder:
         usable = [None if r is None else r.valid for r in records]
         full = assemble(records, usable, self.recipe, first.bits, first.layers, self.widths, T)
         rows = next(iter(full.values())).valid.nonzero()[:, 0]
-        mb.probe_rows = rows
-        mb.probe = {where: guidance.select(rows) for where, guidance in full.items()}
+        device = batch.input_ids.device
+        mb.probe_rows = to_device(rows, device)
+        mb.probe = {where: guidance.select(rows).to(device) for where, guidance in full.items()}

@@ -13,7 +13,7 @@ from tracefp4.kernels.backend import kernel_module
 from tracefp4.kernels.errors import KernelError
 from tracefp4.kernels.quantize_record.ref import planes
 
-__all__ = ["FORMATS", "OwnScale", "fake_quantize_rows", "guided_round_rows"]
+__all__ = ["FORMATS", "OwnScale", "fake_quantize_groups", "fake_quantize_rows", "group_amax", "guided_round_rows"]
 
 FORMATS = ("nvfp4", "nvfp4-exact")
 OwnScale = str | float | Tensor
@@ -30,6 +30,40 @@ def fake_quantize_rows(x_NK: Tensor, format: str, encode_scale: OwnScale = "row"
     kernel = kernel_module("triton", "guided_round", x_NK)
     assert kernel is not None
     out: Tensor = kernel.round_rows(x_NK, format, encode_scale, None, None, None, 0, 0, "cell")
+    return out
+
+
+def fake_quantize_groups(w_EOI: Tensor, format: str, encode_scale_E: Tensor) -> Tensor:
+    """Rounds stacked matrices to nearest and back, one encode scale each, by the Triton kernel.
+
+    w_EOI: BF16 or FP32 [E, O, I], contiguous, I a multiple of 16; encode_scale_E: f32 [E]. The bits are those of
+    `Format.quantize(w, encode_scale=s[:, None, None])` and `Format.dequantize`; nothing but the output is allocated.
+    Raises KernelError for other operands or formats.
+    """
+    if w_EOI.ndim != 3 or not w_EOI.is_contiguous():
+        raise KernelError(f"stacked matrices must be contiguous [E, O, I], got {tuple(w_EOI.shape)}")
+    E, O, I = w_EOI.shape
+    if encode_scale_E.dtype != torch.float32 or tuple(encode_scale_E.shape) != (E,):
+        raise KernelError(f"encode scales must be f32 [{E}], got {encode_scale_E.dtype} {tuple(encode_scale_E.shape)}")
+    rows = w_EOI.view(E * O, I)
+    _check(rows, format, "row")
+    kernel = kernel_module("triton", "guided_round", w_EOI, encode_scale_E)
+    assert kernel is not None
+    scales = encode_scale_E.contiguous()
+    out: Tensor = kernel.round_rows(rows, format, scales, None, None, None, 0, 0, "cell", rows_per_scale=O)
+    return out.view(E, O, I)
+
+
+def group_amax(w_EM: Tensor) -> Tensor:
+    """f32 [E]: largest magnitude of each row of w, BF16 or FP32 [E, M], contiguous; NaN counts as 0. Reads w once.
+
+    Raises KernelError for other operands.
+    """
+    if w_EM.ndim != 2 or not w_EM.is_contiguous() or w_EM.dtype not in (torch.bfloat16, torch.float32):
+        raise KernelError(f"w must be contiguous BF16 or FP32 [E, M], got {w_EM.dtype} {tuple(w_EM.shape)}")
+    kernel = kernel_module("triton", "guided_round", w_EM)
+    assert kernel is not None
+    out: Tensor = kernel.group_amax(w_EM)
     return out
 
 
@@ -68,6 +102,7 @@ def guided_round_rows(
         raise KernelError(f"valid must be bool [{N}], got {valid_N.dtype} {tuple(valid_N.shape)}")
     if rule not in ("cell", "bracket"):
         raise KernelError(f"unknown decoding rule {rule!r}; valid rules: cell, bracket")
+    encode_scale = encode_scale.contiguous()  # an expanded one would be read out of bounds
     kernel = kernel_module("triton", "guided_round", x_NK, payload, encode_scale, valid_N)
     assert kernel is not None
     out: Tensor = kernel.round_rows(

@@ -73,10 +73,13 @@ def _bracket_rule(own, a_bits, bits, FULL: tl.constexpr):
 
 
 @triton.jit
-def _own_scale(own_scale, amax, STATIC: tl.constexpr, ENCODE_MAX: tl.constexpr, POW2: tl.constexpr):
-    """S of a row without a record, f32 [1]."""
+def _own_scale(
+    own_scale, row, amax, STATIC: tl.constexpr, ENCODE_MAX: tl.constexpr, POW2: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """S of a row without a record, f32 [1]; STATIC: one for all, or one for every ROWS rows."""
     if STATIC:
-        return tl.load(own_scale + tl.arange(0, 1))
+        group = row // ROWS if ROWS else 0
+        return tl.load(own_scale + group + tl.arange(0, 1))
     else:
         return encode_scale_of(tl.max(amax, axis=0, keep_dims=True), ENCODE_MAX, POW2)
 
@@ -86,7 +89,7 @@ def _round_rows(
     x, out, own_scale, payload, record_scale, valid, x_stride,
     K: tl.constexpr, NB: tl.constexpr, EXACT: tl.constexpr, OWN_STATIC: tl.constexpr, POW2: tl.constexpr,
     ENCODE_MAX: tl.constexpr, GUIDED: tl.constexpr, S_STRIDE: tl.constexpr, CODE_PLANES: tl.constexpr,
-    SCALE_PLANES: tl.constexpr, CELL: tl.constexpr,
+    SCALE_PLANES: tl.constexpr, CELL: tl.constexpr, ROWS_PER_SCALE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, NB)
@@ -98,9 +101,9 @@ def _round_rows(
         if guided:
             s = tl.load(record_scale + row * S_STRIDE + tl.arange(0, 1))
         else:
-            s = _own_scale(own_scale, amax, OWN_STATIC, ENCODE_MAX, POW2)
+            s = _own_scale(own_scale, row, amax, OWN_STATIC, ENCODE_MAX, POW2, ROWS_PER_SCALE)
     else:
-        s = _own_scale(own_scale, amax, OWN_STATIC, ENCODE_MAX, POW2)
+        s = _own_scale(own_scale, row, amax, OWN_STATIC, ENCODE_MAX, POW2, ROWS_PER_SCALE)
     unrounded = unrounded_scale(amax, s, EXACT)
     byte = encode_e4m3(tl.where(unrounded == unrounded, unrounded, 448.0))
     if GUIDED:
@@ -140,6 +143,29 @@ def _round_rows(
     tl.store(out + row * K + i, y, mask=i < K)
 
 
+@triton.jit
+def _partial_amax(x, out, M, BLOCK: tl.constexpr, STEPS: tl.constexpr):
+    """Program (e, p): the largest magnitude of part p of row e; NaN counts as 0."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    best = tl.zeros([BLOCK], tl.float32)
+    for step in range(STEPS):
+        i = (part * STEPS + step) * BLOCK + tl.arange(0, BLOCK)
+        v = tl.abs(load_f32(x + row * M + i, i < M))
+        best = tl.maximum(best, tl.where(v == v, v, 0.0))
+    tl.store(out + row * tl.num_programs(1) + part + tl.arange(0, 1), tl.max(best, axis=0, keep_dims=True))
+
+
+def group_amax(w_EM: Tensor) -> Tensor:
+    """See `tracefp4.kernels.guided_round`; operands are checked there."""
+    E, M = w_EM.shape
+    block, steps = 2048, 16
+    parts = max(1, triton.cdiv(M, block * steps))
+    out = torch.empty(E, parts, dtype=torch.float32, device=w_EM.device)
+    if E:
+        _partial_amax[(E, parts)](w_EM, out, M, BLOCK=block, STEPS=steps, num_warps=4)
+    return out.amax(-1) if E else out[:, 0]
+
+
 def round_rows(
     x_NK: Tensor,
     format: str,
@@ -150,8 +176,12 @@ def round_rows(
     code_planes: int,
     scale_planes: int,
     rule: str,
+    rows_per_scale: int = 0,
 ) -> Tensor:
-    """See `tracefp4.kernels.guided_round`; operands are checked there. No record: to nearest."""
+    """See `tracefp4.kernels.guided_round`; operands are checked there. No record: to nearest.
+
+    rows_per_scale: where not 0, own_scale is f32 [groups], one for as many rows each.
+    """
     N, K = x_NK.shape
     out = torch.empty(N, K, dtype=x_NK.dtype, device=x_NK.device)
     own: Tensor | None = None
@@ -167,6 +197,7 @@ def round_rows(
             if isinstance(own_scale, str) else False, ENCODE_MAX=get_format(format).encode_max,
             GUIDED=payload is not None, S_STRIDE=1 if record_scale is not None and record_scale.ndim else 0,
             CODE_PLANES=code_planes, SCALE_PLANES=scale_planes, CELL=rule == "cell",
+            ROWS_PER_SCALE=rows_per_scale,
             num_warps=min(8, max(1, blocks // (64 if N >= 1024 else 32))), **IEEE,
         )  # fmt: skip
     return out

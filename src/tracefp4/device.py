@@ -1,0 +1,35 @@
+"""Where tensors lie: the setting `run.device`, and moves to a GPU that the host does not wait for."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tracefp4.errors import TracefpError
+
+DeviceSetting = Literal["auto", "cpu", "cuda"]
+
+
+def resolve_device(setting: str, key: str = "run.device") -> str:
+    """ "cpu" or "cuda" for a setting; "auto" takes a GPU where torch sees one.
+
+    key: how the user writes the setting. Raises TracefpError where a GPU is asked for and there is none.
+    """
+    if setting == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if torch.device(setting).type == "cuda" and not torch.cuda.is_available():
+        built = "is built without CUDA" if torch.version.cuda is None else "sees none"
+        raise TracefpError(f"{key} = {setting} needs a GPU, and torch {torch.__version__} {built}: set {key} to cpu")
+    return setting
+
+
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """A host tensor on a device; to a GPU through pinned memory, behind the work already queued there.
+
+    The host goes on at once; torch keeps the pinned copy until the device has read it.
+    """
+    if torch.device(device).type != "cuda" or tensor.is_cuda or not tensor.numel():
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

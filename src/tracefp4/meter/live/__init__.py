@@ -1,0 +1,1 @@
+"""Trainer and rollout engine on the same tokens, one site and layer switched at a time."""

@@ -1,0 +1,1 @@
+"""Two log-probs per token from files: what they say about each other, and which fault their pattern is that of."""
