@@ -53,6 +53,12 @@ def test_wrong_settings_name_the_key(data: dict[str, Any], words: str) -> None:
         settings(**data)
 
 
+@pytest.mark.parametrize("method", ["qarl", "score_centering", "triage", "ptq:nvfp4"])
+def test_a_mode_with_a_loss_of_its_own_is_refused(method: str) -> None:
+    with pytest.raises(TracefpError, match=f"method {method} has a loss .* use one of .*bf16.*trace"):
+        settings(method=method)
+
+
 def test_the_compute_dtype_is_the_rollouts_unless_the_method_is_about_it() -> None:
     assert settings(method="bf16").dtype("bfloat16") == "bfloat16"
     assert settings(method="fp32").dtype("bfloat16") == "float32"

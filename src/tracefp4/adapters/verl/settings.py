@@ -15,7 +15,7 @@ from tracefp4.config import ConfigError, StrictModel
 from tracefp4.config_problems import Explainer
 from tracefp4.errors import TracefpError
 from tracefp4.guidance.disk import GuidanceStoreConfig
-from tracefp4.methods import Method, QuantConfig, get_method
+from tracefp4.methods import Method, QuantConfig, get_method, list_methods
 from tracefp4.recipe import QuantRecipe
 
 KEY = "actor_rollout_ref.model.override_config.tracefp4"
@@ -77,11 +77,21 @@ def read_settings(override_config: Mapping[str, Any] | None) -> AdapterSettings 
         settings = AdapterSettings.model_validate(plain)
     except ValidationError as error:
         raise ConfigError(Explainer(KEY, {}, plain, AdapterSettings).explain(error)) from None
+    if not _runs_in_verl(settings.mode):
+        names = ", ".join(m.name for m in list_methods() if _runs_in_verl(m))
+        raise TracefpError(
+            f"method {settings.method} has a loss or a step of its own, which verl does not run; use one of {names}"
+        )
     if settings.mode.guidance is not None and settings.guidance.url == "memory":
         raise TracefpError(
             f"method {settings.method} needs {KEY}.guidance.url, a folder or URL that rollout and trainer both reach"
         )
     return settings
+
+
+def _runs_in_verl(method: Method) -> bool:
+    """verl brings the loss and evaluates what it trains: a mode that changes either would not be itself."""
+    return method.loss == "grpo" and method.deployed is None and not method.calibrated
 
 
 def _plain(data: Any) -> Any:
