@@ -72,7 +72,7 @@ def read_trajectory(
         versions=torch.full((len(ids) - prompt_tokens,), -1, dtype=torch.int32),
         row_versions=versions,
         # Without versions there is no telling whether the routing belongs to these rows.
-        routed_experts=None if routed is None or note is None or (rows and versions[0] < 0) else routed[:rows],
+        routed_experts=None if routed is None or note is None or (rows and versions[0] < 0) else routed[:rows].cpu(),
         finish_reason="stop",
         guidance=handle,
         advantage=0.0,

@@ -39,7 +39,8 @@ class _Figures(PPOTrainer):
         mask = _flat(data["response_mask"]).bool()
         metrics.update(mismatch_metrics(old[mask], rollout[mask]))
         cap = self.config.algorithm.rollout_correction.get("rollout_is_threshold") or 5.0
-        metrics.update(importance_metrics(old[mask] - rollout[mask], float(str(cap).split("_")[-1])))
+        upper = float(str(cap).rpartition("_")[2])  # verl also takes "lower_upper"
+        metrics.update(importance_metrics(old[mask] - rollout[mask], upper))
         return batch
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
