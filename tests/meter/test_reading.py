@@ -106,6 +106,14 @@ def test_slime_keeps_prompt_and_response_in_one_list() -> None:
     assert (record.lag, record.id, record.step) == (2.0, "11", 2)
 
 
+def test_tokens_in_front_of_the_response_name_the_prompt() -> None:
+    def line(prompt: list[int]) -> Record:
+        return read({"tokens": [*prompt, *IDS], "log_probs": A, "rollout_log_probs": B, "response_length": 3})
+
+    assert line([7, 8]).prompt == line([7, 8]).prompt != line([7, 9]).prompt
+    assert line([]).prompt is None
+
+
 def test_transformers_and_shifted_log_probs() -> None:
     record = read({"sequences": [4, *IDS], "transition_scores": A})
     assert record.layout == "transformers"

@@ -247,6 +247,8 @@ def _common(record: Record, line: dict[str, Any], names: Names) -> Record:
         raise LayoutError(f"has log-prob columns of different lengths ({sizes})")
     declared = _first(line, LENGTH_FIELDS)
     if record.tokens is not None and len(record.tokens) != n:
+        front = record.tokens[: max(0, len(record.tokens) - n)]
+        record.prompt = hash(front.tobytes()) if len(front) > 1 else None
         record.tokens = _last(record.tokens, n, declared is not None and _get(line, declared) == n)
     if record.texts is not None and len(record.texts) != n:
         record.texts = None
@@ -265,7 +267,7 @@ def _common(record: Record, line: dict[str, Any], names: Names) -> Record:
     record.step = _whole(_get(both, names.step or _first(both, STEP_FIELDS)))
     record.lag = _lag(both)
     prompt = _get(both, _first(both, PROMPT_FIELDS))
-    record.prompt = None if prompt is None else hash(str(prompt))
+    record.prompt = record.prompt if prompt is None else hash(str(prompt))
     temperature = _get(both, _first(both, TEMPERATURE_FIELDS))
     record.temperature = _version(temperature)
     return record
