@@ -78,6 +78,17 @@ def test_fp4_noise_is_broad_and_no_fault(tmp_path: Path, seed: int) -> None:
     assert "--train A --rollout B" in finding.remedy
 
 
+def test_many_token_ids_explain_nothing_by_chance(tmp_path: Path) -> None:
+    samples = crowded(noise=0.2)
+    noise = only(meter(tmp_path, (trainer_rows(samples), rollout_rows(samples))))
+    assert not any("constant of the token id" in sentence for sentence in noise.evidence)
+    bias = np.random.default_rng(1).normal(0, 0.5, 400)
+    a = [Row(s.response, s.rollout + bias[s.response]) for s in samples]
+    weights = only(meter(tmp_path, (a, rollout_rows(samples))))
+    assert weights.values["explained_by_token_id"] == pytest.approx(1)
+    assert any("constant of the token id" in sentence for sentence in weights.evidence)
+
+
 def test_within_the_band_of_a_floor(tmp_path: Path) -> None:
     assert meter(tmp_path, clean(), floor=floor() / 1.1, band=1.2).verdict.passed
     outside = meter(tmp_path, clean(), floor=floor() / 1.5, band=1.2)

@@ -241,7 +241,9 @@ def shape_of_broad(tokens: Tokens) -> Figures:
         counts = np.bincount(inverse)
         means = np.bincount(inverse, weights=a - b) / np.maximum(counts, 1)
         total = float(((a - b) ** 2).sum())
-        per_id = float((counts * means**2).sum()) / total if total else 0.0
+        chance = (len(counts) - 1) / (len(inverse) - 1)  # as much do the means of that many groups explain of noise
+        share = float((counts * means**2).sum()) / total if total else 0.0
+        per_id = max(0.0, (share - chance) / (1 - chance)) if chance < 1 else 0.0
     return {
         "size_over_surprise": correlation(-a, size),
         "size_over_position": rank_correlation(tokens.position[ok].astype(np.float64), size),
