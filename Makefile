@@ -1,6 +1,7 @@
 # make demo   train six methods side by side on the CPU and print the table
 # make test   lint, then all tests
 # make lint   ruff and mypy
+# make gap-example   a small language model in BF16 and in four bits on 100 everyday inquiries (docs/gap-example.md)
 # make clean  remove the virtual environment and the caches; runs/ stays
 
 PYTHON ?= python3
@@ -12,13 +13,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint clean
+.PHONY: demo gap-example test lint clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
 	@started=$$(date +%s); \
 	$(BIN)/tracefp4 compare recipes/demo.toml --modes $(MODES) --seeds $(SEEDS) --out runs/demo --overwrite; \
 	code=$$?; echo "total: $$(( $$(date +%s) - started )) s"; exit $$code
+
+gap-example: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r examples/gap_everyday/requirements.txt
+	@$(BIN)/python examples/gap_everyday/run.py
 
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS)

@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "tracefp4"
 
-LEAVES = {"types", "config", "config_problems", "device", "errors", "files", "signals", "terminal"}
+LEAVES = {"types", "config", "config_problems", "device", "errors", "files", "signals", "terminal", "options"}
 CORE = LEAVES | {"formats", "kernels", "recipe"}
 
 ALLOWED: dict[str, set[str]] = {
@@ -19,6 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": LEAVES,
     "files": LEAVES,
     "signals": LEAVES,
+    "options": LEAVES,
     "terminal": LEAVES,
     "saves": LEAVES,
     "formats": LEAVES,
@@ -36,13 +37,16 @@ ALLOWED: dict[str, set[str]] = {
     "assets": LEAVES | {"tasks"},
     "loop": CORE | {"guidance", "nn", "rollout", "train", "methods", "tasks", "align", "report", "assets", "saves"},
     "asynchronous": CORE | {"guidance", "loop", "report", "tasks", "train", "rollout", "saves", "align"},
-    "bench": CORE | {"guidance", "nn"},
+    "bench": CORE | {"guidance", "nn", "rollout"},
     "compare": LEAVES | {"report"},
     "evaluate": CORE | {"guidance", "nn", "rollout", "methods", "tasks", "align", "report", "loop", "saves"},
     "meter": CORE | {"guidance", "nn", "rollout", "train", "methods", "tasks", "align", "report", "loop", "saves"},
+    "gap": CORE | {"nn", "rollout", "tasks", "align", "report", "assets"},
+    "reproduce": LEAVES
+    | {"compare", "evaluate", "loop", "methods", "tasks", "rollout", "train", "align", "report", "saves"},
     "cli": LEAVES
     | {"loop", "asynchronous", "compare", "methods", "train", "report", "formats", "guidance", "recipe", "saves"}
-    | {"guidance_cli", "evaluate", "bench", "meter"},
+    | {"guidance_cli", "evaluate", "bench", "meter", "gap", "reproduce"},
     "guidance_cli": LEAVES | {"guidance"},
     "__main__": {"cli"},
 }

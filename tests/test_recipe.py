@@ -10,7 +10,7 @@ import torch
 
 from tracefp4.errors import TracefpError
 from tracefp4.formats import FormatError, get_format
-from tracefp4.recipe import QuantRecipe, quantize_expert_weights, resolve_guided_layers
+from tracefp4.recipe import Compensation, QuantRecipe, quantize_expert_weights, resolve_guided_layers
 
 BASE = QuantRecipe(num_layers=4, weights="nvfp4", activations="nvfp4", kv="nvfp4", guided_layers=(2, 3))
 OTHER: dict[str, Any] = {
@@ -23,6 +23,7 @@ OTHER: dict[str, Any] = {
     "guided_layers": (3,),
     "bits": 1.5,
     "rule": "bracket",
+    "compensation": Compensation("quads"),
 }
 
 
@@ -60,6 +61,7 @@ def test_guided_layers(layers: int, which: str, want: tuple[int, ...]) -> None:
     [
         ({"weights": "nvfp"}, "did you mean"),
         ({"kv": "fp8"}, "unknown format 'fp8'"),
+        ({"kv": "mxfp8-rceil"}, "the KV cache holds four-bit formats, not mxfp8-rceil"),
         ({"encode_scale": "tensor"}, "encode_scale must be one of row, row-pow2, got 'tensor'"),
         ({"rule": "cells"}, "rule must be one of cell, bracket, got 'cells'"),
         ({"kv_encode_scale": 0.0}, "kv_encode_scale must be > 0"),
@@ -77,7 +79,7 @@ def test_errors(change: dict[str, Any], message: str) -> None:
 
 
 def test_unknown_guided_layers_name_the_choices() -> None:
-    with pytest.raises(TracefpError, match="one of none, deeper-half, all, got 'half'"):
+    with pytest.raises(TracefpError, match="one of none, deeper-eighth, deeper-quarter, deeper-half, all, got 'half'"):
         resolve_guided_layers("half", 4)
 
 

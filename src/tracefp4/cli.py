@@ -1,4 +1,4 @@
-"""The commands of `tracefp4`: train, compare, status, eval, meter, report, bench, guidance and smaller ones.
+"""The commands of `tracefp4`: train, compare, status, eval, gap, meter, reproduce, report, bench, guidance and more.
 
 A user's error is one sentence on standard error and exit code 2; an unexpected exception keeps its traceback.
 Commands import what they run on use, so that `--help` answers at once.
@@ -20,8 +20,11 @@ from tracefp4 import __version__, signals
 from tracefp4.config import ConfigError, load_config, resolved
 from tracefp4.errors import TracefpError
 from tracefp4.files import StorageError, folder_lock
+from tracefp4.gap.cli import GapCommand, gap
 from tracefp4.guidance_cli import app as guidance_app
 from tracefp4.meter.cli import app as meter_app
+from tracefp4.options import parse_numbers, parse_seeds
+from tracefp4.reproduce.cli import app as reproduce_app
 from tracefp4.terminal import print_error, say, system_refusal
 
 if TYPE_CHECKING:
@@ -37,6 +40,8 @@ app = typer.Typer(
 
 app.add_typer(guidance_app, name="guidance")
 app.add_typer(meter_app, name="meter")
+app.add_typer(reproduce_app, name="reproduce")
+app.command("gap", cls=GapCommand)(gap)
 
 _STOPPED = 3
 _INTERRUPTED = 130
@@ -199,10 +204,13 @@ def evaluate(
     ] = "bf16,fp4",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted evaluation.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the evaluation in the folder.")] = False,
+    end_with_stdin: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Pass rates of a policy on held-out problems in BF16 and in FP4, and their difference."""
     from tracefp4 import evaluate as evaluation
 
+    if end_with_stdin:
+        signals.end_with_stdin()
     _refuse_both(resume, overwrite)
     names = tuple(name.strip() for name in forms.split(",") if name.strip())
     request = evaluation.EvalRequest(problems, samples, tuple(parse_numbers("--k", k)) if k is not None else (), names)
@@ -232,6 +240,16 @@ def _print_evaluation(facts: dict[str, Any], path: Path) -> None:
     console.print(eval_table(facts))
     for line in [*provenance_lines(facts), f"written: {path}"]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command(hidden=True)
+def chain(commands: Annotated[list[str], typer.Argument(metavar="COMMAND ARG... [+ COMMAND ARG...]...")]) -> None:
+    """Run several commands in one process, each after the one before has succeeded. Put -- in front of them."""
+    from itertools import groupby
+
+    for last, words in groupby(commands, key=lambda word: word == "+"):
+        if not last and (code := app(list(words), standalone_mode=False)):
+            raise typer.Exit(code)
 
 
 @app.command()
@@ -352,24 +370,6 @@ def _guided_recipes(num_layers: int) -> list[tuple[str, QuantRecipe]]:
     modes = [(m.name, m.recipe(QuantConfig(), num_layers)) for m in list_methods() if m.guidance is not None]
     modes += [(f"{name}, 1.0625", replace(recipe, bits=1.0625)) for name, recipe in modes if recipe.bits == 1.125]
     return sorted(modes, key=lambda mode: -mode[1].bits * len(mode[1].guided_layers))
-
-
-def parse_seeds(text: str) -> list[int]:
-    """'0,1,2' to numbers; ConfigError for anything else."""
-    return parse_numbers("--seeds", text)
-
-
-def parse_numbers(option: str, text: str) -> list[int]:
-    """'0,1,2' to numbers; ConfigError, naming the option, for anything else."""
-    parts = [part.strip() for part in text.split(",")]
-    for part in parts:
-        if not (part.isascii() and part.isdigit() and len(part) <= 40):
-            raise ConfigError(f"{option} must be whole numbers joined by commas, such as 0,1,2, got '{text}'")
-    numbers = [int(part) for part in parts]
-    for number in numbers:
-        if numbers.count(number) > 1:
-            raise ConfigError(f"{option} names {number} twice")
-    return numbers
 
 
 def _run_config(recipe: str, overrides: list[str]) -> RunConfig:

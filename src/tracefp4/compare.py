@@ -101,7 +101,7 @@ def compare(
         threads = max(1, usable_cores() // jobs)
         more = ["--resume"] if resume else []
         children = [
-            _Child(
+            Child(
                 mode,
                 [*command(str(recipe), mode, seeds, out_dir / mode, overrides), *more],
                 out_dir / mode,
@@ -113,7 +113,7 @@ def compare(
         ]
         started = time.monotonic()
         with signals.stoppable(), _display(console, children) as show:
-            _run_all(children, jobs, _child_environment(threads), show, console)
+            _run_all(children, jobs, child_environment(threads), show, console)
         summary = {**summarize(out_dir, modes, seeds), **origin, "jobs": jobs, "threads_per_run": threads}
         summary["wall_seconds"] = {"total": time.monotonic() - started, **{c.mode: c.seconds for c in children}}
         write_json_atomic(out_dir / SUMMARY, summary)
@@ -194,7 +194,7 @@ def _write_request(out_dir: Path, modes: Sequence[str], seeds: Sequence[int], be
     return origin
 
 
-def _child_environment(threads: int) -> dict[str, str]:
+def child_environment(threads: int) -> dict[str, str]:
     # torch takes its thread count from OMP_NUM_THREADS. Unbuffered, so that log.txt is whole if a child dies;
     # without tqdm's bars, which are noise in a file.
     return {
@@ -210,7 +210,7 @@ def _child_environment(threads: int) -> dict[str, str]:
 
 
 @dataclass
-class _Child:
+class Child:
     """One method's process."""
 
     mode: str
@@ -223,10 +223,11 @@ class _Child:
     started: float = 0.0
     seconds: float = 0.0
     log: IO[bytes] | None = field(default=None, repr=False)
+    log_name: str = LOG
 
     @property
     def log_path(self) -> Path:
-        return self.folder / LOG
+        return self.folder / self.log_name
 
     def start(self, environment: dict[str, str]) -> None:
         """Runs it in a session of its own, so that a Ctrl-C reaches it through `end` alone, and only once."""
@@ -280,14 +281,14 @@ class _Child:
 
 
 def _run_all(
-    children: list[_Child],
+    children: list[Child],
     jobs: int,
     environment: dict[str, str],
-    show: Callable[[_Child, str], None],
+    show: Callable[[Child, str], None],
     console: Console,
 ) -> None:
     """Runs all children, at most `jobs` at once; whatever ends this function, none of them outlives it."""
-    waiting, running = list(children), list[_Child]()
+    waiting, running = list(children), list[Child]()
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
@@ -306,10 +307,10 @@ def _run_all(
                     raise _failure(child, code, console)
                 show(child, "done")
     finally:
-        _end(running)
+        end_children(running)
 
 
-def _failure(child: _Child, code: int, console: Console) -> CompareError:
+def _failure(child: Child, code: int, console: Console) -> CompareError:
     console.print(f"last lines of {child.log_path}:", markup=False, highlight=False, soft_wrap=True)
     for line in child.tail():
         console.print("  " + line, markup=False, highlight=False, soft_wrap=True)
@@ -318,9 +319,10 @@ def _failure(child: _Child, code: int, console: Console) -> CompareError:
     return CompareError(f"the run of {child.mode} {what}; its whole log is {child.log_path}; {hint}")
 
 
-def _end(children: list[_Child]) -> None:
-    """Ends the process groups of these children: asked first, killed after a grace period."""
-    for signum, grace in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, GRACE_SECONDS)):
+def end_children(children: Sequence[Child], grace_seconds: float | None = None) -> None:
+    """Ends the process groups of these children: asked first, killed after a grace period (GRACE_SECONDS)."""
+    patience = GRACE_SECONDS if grace_seconds is None else grace_seconds
+    for signum, grace in ((signal.SIGTERM, patience), (signal.SIGKILL, GRACE_SECONDS)):
         alive = [c for c in children if c.process is not None and c.process.poll() is None]
         for child in alive:
             _signal_group(child, signum)
@@ -332,7 +334,7 @@ def _end(children: list[_Child]) -> None:
                 deadline = 0.0
 
 
-def _signal_group(child: _Child, signum: signal.Signals) -> None:
+def _signal_group(child: Child, signum: signal.Signals) -> None:
     assert child.process is not None
     with suppress(ProcessLookupError):
         os.killpg(child.process.pid, signum)  # the child leads the group that start_new_session made
@@ -342,7 +344,7 @@ def _signal_group(child: _Child, signum: signal.Signals) -> None:
 
 
 @contextmanager
-def _display(console: Console, children: list[_Child]) -> Iterator[Callable[[_Child, str], None]]:
+def _display(console: Console, children: list[Child]) -> Iterator[Callable[[Child, str], None]]:
     """A bar per method on a terminal; elsewhere a line at the start, each fifth of the way and the end."""
     if not console.is_terminal:
         yield _Lines(console)
@@ -356,7 +358,7 @@ class _Bars:
         self.bars = bars
         self.tasks: dict[str, TaskID] = {}
 
-    def __call__(self, child: _Child, state: str) -> None:
+    def __call__(self, child: Child, state: str) -> None:
         if child.mode not in self.tasks:
             self.tasks[child.mode] = self.bars.add_task(child.mode, total=None, figures="")
         text = f"done in {child.seconds:.0f} s" if state == "done" else f"{child.seconds:.0f} s"
@@ -370,7 +372,7 @@ class _Lines:
         self.console = console
         self.shown: dict[str, int] = {}
 
-    def __call__(self, child: _Child, state: str) -> None:
+    def __call__(self, child: Child, state: str) -> None:
         if state == "running":
             planned = child.steps_planned()
             fifths = 5 * child.steps_done() // planned if planned else 0

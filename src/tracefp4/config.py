@@ -60,13 +60,18 @@ def load_config(path: str | Path, overrides: list[str], model: type[Model]) -> M
     A file that ends in .json is a run folder's config.json, of which the settings are read again.
     """
     data = _read_json(Path(path)) if Path(path).suffix == ".json" else read_toml(Path(path))
+    return with_overrides(data, overrides, model, str(path))
+
+
+def with_overrides(data: dict[str, Any], overrides: list[str], model: type[Model], source: str) -> Model:
+    """The tables ``data``, which it changes, with `overrides` applied, validated as `model`. source: for messages."""
     parsed = [(text, *parse_override(text)) for text in overrides]
     for text, keys, value in parsed:
         _apply_override(data, text, keys, value)
     # TOML dates become ISO strings, as every field that could take one is text.
     data = json.loads(json.dumps(data, default=str))
     sources = {keys: f"the override '{text}'" for text, keys, _ in parsed}
-    explainer = Explainer(str(path), sources, data, model)
+    explainer = Explainer(source, sources, data, model)
     try:
         config = model.model_validate(data)
     except ValidationError as error:

@@ -17,8 +17,31 @@ from tracefp4.errors import TracefpError
 from tracefp4.formats import QuantizedBlocks, get_format
 
 ENCODE_SCALES = ("row", "row-pow2")
-GUIDED_LAYERS = ("none", "deeper-half", "all")
+GUIDED_LAYERS = ("none", "deeper-eighth", "deeper-quarter", "deeper-half", "all")
 RULES = ("cell", "bracket")
+COMPENSATIONS = ("quads", "resq")
+SELECTIONS = ("channels", "row", "2:4")
+
+
+@dataclass(frozen=True)
+class Compensation:
+    """A second product that gives back part of what the rollout's activations lost in rounding.
+
+    rule: "quads", Q(R_C) Q(W)^T, or "resq", S(Q(R)) Q(W)^T; R = X - Q(X), Q the activations' format. select: what C
+    or S keeps: "channels", the share of input channels whose residual has the largest L2 norm over the rows of a step;
+    "row", the same for each row by itself; "2:4", the two largest of every four channels of a row. share: in (0, 1].
+    """
+
+    rule: str
+    select: str = "channels"
+    share: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("rule", self.rule, COMPENSATIONS), ("select", self.select, SELECTIONS)):
+            if value not in known:
+                raise TracefpError(f"compensation {name} must be one of {', '.join(known)}, got {value!r}")
+        if not 0 < self.share <= 1:
+            raise TracefpError(f"compensation share must be in (0, 1], got {self.share}")
 
 
 @dataclass(frozen=True)
@@ -30,7 +53,8 @@ class QuantRecipe:
     encode_scale: "row" or "row-pow2": one scale per row of activations and one per expert of weights, as they come or
     rounded down to a power of two (then a dequantized value is exact in BF16). kv_encode_scale: static S of K and V;
     belongs to a policy version. num_layers: decoder layers of the model. guided_layers: 0-based layers whose
-    rows are recorded, ascending. bits: stored bits per guided value. rule: "cell" or "bracket".
+    rows are recorded, ascending. bits: stored bits per guided value. rule: "cell" or "bracket". compensation: of the
+    experts' activations in the rollout.
     """
 
     num_layers: int
@@ -42,11 +66,14 @@ class QuantRecipe:
     guided_layers: tuple[int, ...] = ()
     bits: float = 1.125
     rule: str = "cell"
+    compensation: Compensation | None = None
 
     def __post_init__(self) -> None:
         for name in (self.weights, self.activations, self.kv):
             if name is not None:
                 get_format(name)  # raises by name
+        if self.kv is not None and get_format(self.kv).element_bits != 4:
+            raise TracefpError(f"the KV cache holds four-bit formats, not {self.kv}")
         if self.encode_scale not in ENCODE_SCALES:
             raise TracefpError(f"encode_scale must be one of {', '.join(ENCODE_SCALES)}, got {self.encode_scale!r}")
         if self.rule not in RULES:
@@ -60,6 +87,11 @@ class QuantRecipe:
         bad = [i for i in self.guided_layers if not 0 <= i < self.num_layers]
         if bad or list(self.guided_layers) != sorted(set(self.guided_layers)):
             raise TracefpError(f"guided_layers must ascend within 0..{self.num_layers - 1}, got {self.guided_layers}")
+        if self.compensation is not None and (self.activations is None or self.weights is None):
+            raise TracefpError(
+                "compensation of activations needs quantized activations and weights: set quant.activations and "
+                "quant.weights, or another method.name"
+            )
 
     @property
     def quantized(self) -> bool:
@@ -72,7 +104,10 @@ class QuantRecipe:
     @property
     def hash(self) -> str:
         """First 16 hex digits of the SHA-256 of the recipe as canonical JSON."""
-        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        fields = asdict(self)
+        if self.compensation is None:  # what is not there changes no hash of earlier versions
+            del fields["compensation"]
+        text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def site_format(self, site: str) -> str | None:
@@ -88,13 +123,15 @@ class QuantRecipe:
 
 
 def resolve_guided_layers(which: str, num_layers: int) -> tuple[int, ...]:
-    """Layer numbers of "none", "all" or "deeper-half": the floor(N/2) deepest of N, at least one.
+    """Layer numbers of "none", "all", or "deeper-half", "-quarter", "-eighth": the floor(N/2), floor(N/4) or floor(N/8)
+    deepest of N, at least one.
 
     Raises TracefpError for another word.
     """
     if which not in GUIDED_LAYERS:
         raise TracefpError(f"guided layers must be one of {', '.join(GUIDED_LAYERS)}, got {which!r}")
-    count = {"none": 0, "deeper-half": max(1, num_layers // 2), "all": num_layers}[which]
+    parts = {"deeper-half": 2, "deeper-quarter": 4, "deeper-eighth": 8, "all": 1}
+    count = 0 if which == "none" else max(1, num_layers // parts[which])
     return tuple(range(num_layers - count, num_layers))
 
 

@@ -37,7 +37,8 @@ class SamplingParams:
     temperature: float >= 0; 0 is greedy. top_p: in (0, 1]; 1 keeps the whole distribution.
     max_new_tokens: >= 1, response tokens, an environment's answers among them. stop_token_ids: sampling one of them
     ends the turn (it is kept as its last token). seed: makes the tokens of this request a function of (weights,
-    prompt, seed) alone, whatever else runs in the batch.
+    prompt, seed) alone, whatever else runs in the batch. top_logprobs: how many of the likeliest tokens' log-probs are
+    kept at every position, at most the vocabulary.
     """
 
     temperature: float = 1.0
@@ -45,6 +46,7 @@ class SamplingParams:
     max_new_tokens: int = 128
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
@@ -55,6 +57,8 @@ class SamplingParams:
             raise ValueError(f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be in [0, 2**63), got {self.seed}")
+        if self.top_logprobs < 0:
+            raise ValueError(f"top_logprobs must be >= 0, got {self.top_logprobs}")
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,18 @@ class GuidanceHandle:
     nbytes: int = 0
 
 
+@dataclass(frozen=True)
+class TokenHead:
+    """The likeliest tokens at each response position, likeliest first.
+
+    ids int32 [R, k]; logprobs f32 [R, k], natural log, under the distribution of ``Trajectory.logprobs``, -Inf where
+    there is none (an environment's tokens).
+    """
+
+    ids: Tensor
+    logprobs: Tensor
+
+
 @dataclass
 class Trajectory:
     """One finished response.
@@ -93,7 +109,8 @@ class Trajectory:
     finish_reason: "stop", "length" or "abort".
     sampled: bool [R], False where a response token came from the environment (a tool's answer in a multi-turn task):
     it has a row and a record like a prompt token, log-prob 0, version -1, and teaches nothing. None: all were sampled.
-    guidance and probe are handles into the guidance store, None where nothing was recorded.
+    guidance and probe are handles into the guidance store, None where nothing was recorded. head: the rollout's
+    likeliest tokens, where ``SamplingParams.top_logprobs`` asked for them.
     """
 
     request_id: str
@@ -110,6 +127,7 @@ class Trajectory:
     advantage: float = float("nan")
     group: int = -1
     sampled: Tensor | None = None
+    head: TokenHead | None = None
 
     @property
     def sampled_mask(self) -> Tensor:
@@ -144,7 +162,8 @@ class TrainBatch:
 
     input_ids int64 [B, T]; attention_mask bool [B, T], True on real tokens; response_mask bool [B, T - 1],
     True where position t predicts a sampled response token (token t + 1); rollout_logprobs f32 [B, T - 1], 0 outside
-    response_mask; advantages f32 [B]; trajectories: the source objects, in row order.
+    response_mask; advantages f32 [B]; trajectories: the source objects, in row order. head_ids int64, head_logprobs f32
+    [B, T - 1, k]: the rollout's likeliest tokens, -Inf where there is none; None where no trajectory has them.
     """
 
     input_ids: Tensor
@@ -153,6 +172,8 @@ class TrainBatch:
     rollout_logprobs: Tensor
     advantages: Tensor
     trajectories: Sequence[Trajectory]
+    head_ids: Tensor | None = None
+    head_logprobs: Tensor | None = None
 
     @staticmethod
     def collate(trajectories: Sequence[Trajectory], pad_id: int, device: torch.device | str = "cpu") -> TrainBatch:
@@ -174,6 +195,7 @@ class TrainBatch:
             response_mask[b, p - 1 : n - 1] = t.sampled_mask
             rollout_logprobs[b, p - 1 : n - 1] = t.logprobs
         advantages = torch.tensor([t.advantage for t in trajectories], dtype=torch.float32)
+        head = _collate_heads(trajectories, T)
         return TrainBatch(
             to_device(input_ids, device),
             to_device(attention_mask, device),
@@ -181,7 +203,23 @@ class TrainBatch:
             to_device(rollout_logprobs, device),
             to_device(advantages, device),
             trajectories,
+            *(None if h is None else h.to(device) for h in head),
         )
+
+
+def _collate_heads(trajectories: Sequence[Trajectory], T: int) -> tuple[Tensor | None, Tensor | None]:
+    """(ids int64, log-probs f32), [B, T - 1, k] each; (None, None) where no trajectory has a head."""
+    k = max((t.head.ids.shape[1] for t in trajectories if t.head is not None), default=0)
+    if not k:
+        return None, None
+    ids = torch.zeros(len(trajectories), T - 1, k, dtype=torch.int64)
+    logprobs = torch.full((len(trajectories), T - 1, k), -torch.inf)
+    for b, t in enumerate(trajectories):
+        if t.head is not None:
+            start, (R, own) = len(t.prompt_ids) - 1, t.head.ids.shape
+            ids[b, start : start + R, :own] = t.head.ids.long()
+            logprobs[b, start : start + R, :own] = t.head.logprobs
+    return ids, logprobs
 
 
 OnTurn = Callable[[str, tuple[int, ...]], Sequence[int] | None]

@@ -22,6 +22,10 @@ def test_names() -> None:
         "mxfp4-even",
         "mxfp4-rceil",
         "mxfp4-ceil",
+        "mxfp8-floor",
+        "mxfp8-even",
+        "mxfp8-rceil",
+        "mxfp8-ceil",
     ]
 
 
@@ -54,7 +58,7 @@ def test_shapes(name: str, shape: tuple[int, ...]) -> None:
     assert blocks.shape == shape
     assert blocks.format == name
     assert blocks.block_size == fmt.block_size
-    assert blocks.codes.shape == (*shape[:-1], shape[-1] // 2)
+    assert blocks.codes.shape == (*shape[:-1], shape[-1] * fmt.element_bits // 8)
     assert blocks.scales.shape == (*shape[:-1], shape[-1] // fmt.block_size)
     assert blocks.unpacked_codes().shape == shape
     assert fmt.dequantize(blocks).shape == shape

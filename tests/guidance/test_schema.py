@@ -65,10 +65,11 @@ def test_paper_and_design_sizes() -> None:
 @pytest.mark.parametrize(
     ("name", "bits", "valid"),
     [
-        ("nvfp4", 2.0, "4.5, 1.5, 1.125, 1.0625"),
-        ("nvfp4-exact", 1.25, "4.5, 1.5, 1.125, 1.0625"),
+        ("nvfp4", 2.0, "4.5, 1.5, 1.125, 1.0625, 0.5, 0.125"),
+        ("nvfp4-exact", 1.25, "4.5, 1.5, 1.125, 1.0625, 0.5, 0.125"),
         ("nvfp4-4over6", 1.0625, "4.5, 1.5, 1.125"),
-        ("mxfp4-rceil", 1.125, "4.25, 1.25, 1.03125"),
+        ("mxfp4-rceil", 1.125, "4.25, 1.25, 1.03125, 0.25, 0.03125"),
+        ("mxfp8-rceil", 4.25 + 8, "8.25, 1.25, 1.03125, 0.25, 0.03125"),
     ],
 )
 def test_unsupported_width_lists_the_valid_ones(name: str, bits: float, valid: str) -> None:

@@ -129,3 +129,38 @@ def test_errors_of_decode_pass_through() -> None:
         guided_round(x, guidance, recipe_hash="other")
     with pytest.raises(GuidanceError, match="activations are"):
         guided_round(x[:3], guidance)
+
+
+# -- clipped straight-through ---------------------------------------------------------------------------------------
+
+
+def test_clipped_gradient_ends_where_the_format_does() -> None:
+    """At a static encode scale of 1 the largest value is 6 * 448; beyond it the forward saturates."""
+    x = torch.zeros(1, 32)
+    x[0, :6] = torch.tensor([2688.0, 2689.0, -2689.0, 1e6, -2688.0, 3.0])
+    x.requires_grad_()
+    gradients = []
+    for clipped in (False, True):
+        y = fake_quantize(x, "nvfp4", 1.0, clipped=clipped)
+        assert y[0, :6].tolist() == [2688.0, 2688.0, -2688.0, 2688.0, -2688.0, 0.0]
+        gradients.append(torch.autograd.grad(y.sum(), x)[0])
+    assert (gradients[0] == 1).all()
+    assert (gradients[1][0] == 0).nonzero()[:, 0].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [*NAMES, "mxfp8-floor"])
+def test_clipped_guided_gradient_is_by_the_rollouts_scale(name: str, dtype: torch.dtype) -> None:
+    """Where the trainer's value exceeds what the rollout's block scale represents, nothing flows."""
+    fmt = get_format(name)
+    blocks = fmt.quantize(gaussian(4, 96))
+    guidance = encode(blocks, {"nv": 1.5, "mx": 1.25}[name[:2]], "hash")
+    x = (3 * gaussian(4, 96, seed=1)).to(dtype).requires_grad_()
+    y = guided_round(x, guidance, recipe_hash="hash", clipped=True)
+    assert torch.equal(y, guided_round(x, guidance, recipe_hash="hash"))
+    upstream = gaussian(4, 96, seed=2).to(dtype)
+    (gradient,) = torch.autograd.grad(y, x, upstream)
+    largest = fmt.element_max * fmt.effective_scale(blocks.scales, blocks.encode_scale)
+    inside = x.detach().float().abs() <= largest.repeat_interleave(fmt.block_size, -1)
+    assert 0.05 < (~inside).float().mean() < 0.9
+    assert torch.equal(gradient, upstream * inside)

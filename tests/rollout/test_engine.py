@@ -13,7 +13,7 @@ from torch import Tensor
 from tiny import make_engine, tiny_config, tiny_model, tiny_requests, tiny_weights
 from tracefp4.errors import TracefpError
 from tracefp4.formats import QuantizedBlocks, get_format
-from tracefp4.guidance import CompactGuidance, GuidanceHeader, encode, row_bytes
+from tracefp4.guidance import CompactGuidance, GuidanceHeader, encode, full_bits, row_bytes
 from tracefp4.guidance.codec import unpack_rows
 from tracefp4.guidance.store import TrajectoryGuidance
 from tracefp4.rollout.engine import RolloutEngine
@@ -319,9 +319,14 @@ def test_methods_without_guidance_record_nothing() -> None:
 
 @pytest.mark.parametrize("kv", ["mxfp4-even", "nvfp4-4over6"])
 def test_sites_of_different_formats(kv: str) -> None:
-    """Full codes of a mix have no common width, so there is no probe; the rollout itself runs."""
-    (t,) = make_engine("naive", quant={"kv": kv}).generate(tiny_requests(1, probe_every=1))
-    assert (t.probe is None) == kv.startswith("mx")
+    """A probe keeps the full width of each site's own format."""
+    engine = make_engine("naive", quant={"kv": kv})
+    (t,) = engine.generate(tiny_requests(1, probe_every=1))
+    assert t.probe is not None
+    record = engine.store.get(t.probe)
+    widths = {site: rows.payload.shape[-1] for site, rows in record.sites.items()}
+    own = row_bytes(kv, full_bits(kv), 64)
+    assert widths == {"expert_input": row_bytes("nvfp4", 4.5, 64), "key": own, "value": own}
 
 
 # -- preemption -----------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def test_every_task_has_a_config_of_its_name():
     "values",
     [
         {"min_terms": 1},
-        {"max_terms": 13},
+        {"max_terms": 97},
         {"min_terms": 6, "max_terms": 5},
         {"min_digits": 3, "max_digits": 2},
         {"min_digits": 0},

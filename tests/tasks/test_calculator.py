@@ -109,3 +109,18 @@ def test_small_spaces_and_ranges_are_refused() -> None:
         TASK.test_prompts(4097)
     with pytest.raises(TracefpError, match="step must lie in"):
         TASK.train_prompts(-1, 1)
+
+
+@pytest.mark.parametrize("max_turns", [1, 2, 4, 7])
+def test_solutions_of_several_turns(max_turns: int) -> None:
+    task = Calculator(CalculatorConfig(min_terms=2, max_terms=6, max_digits=3, max_turns=max_turns))
+    for prompt in task.train_prompts(0, 32):
+        for flawed in (False, True):
+            turns = task.solution_turns(prompt, flawed)
+            assert len(turns) <= max_turns
+            for count in range(1, len(turns)):
+                reply = task.respond(prompt, turns[:count])
+                assert reply is not None
+                assert "error" not in reply
+            assert task.respond(prompt, turns) is None
+            assert task.score(prompt, turns[-1]) == float(not flawed)

@@ -35,7 +35,7 @@ def test_a_name_chooses_the_keys_and_survives_config_json(recipe: Path) -> None:
 
 
 ERRORS = [
-    ("", "task.max_terms=99", "task.max_terms must be at least 2 and at most 12, got 99 in the override"),
+    ("", "task.max_terms=99", "task.max_terms must be at least 2 and at most 96, got 99 in the override"),
     ("", "task.min_term=3", "unknown key task.min_term in the override 'task.min_term=3'; did you mean task.min_terms"),
     (
         "",
@@ -73,8 +73,8 @@ ERRORS = [
     (
         "",
         "task.name=datset",
-        'task.name must be one of "running_sums", "dataset", "reasoning_gym", "calculator", "text_search", got '
-        "\"datset\" in the override 'task.name=datset'; did you mean dataset?",
+        'task.name must be one of "running_sums", "dataset", "reasoning_gym", "calculator", "text_search", "euclid", '
+        '"programs", got "datset" in the override \'task.name=datset\'; did you mean dataset?',
     ),
     ("", "task.name=3", "task.name must be one of "),
     ("task = 3\n", "", "task must be a section with keys of its own, got 3 in r.toml"),

@@ -12,6 +12,7 @@ from tracefp4.files import StorageError
 from tracefp4.tasks import Prompt, build_tokenizer, make_task
 from tracefp4.tasks.running_sums import RunningSums, RunningSumsConfig
 from tracefp4.train import warmstart
+from tracefp4.train.teaching import sample_responses
 from tracefp4.train.warmstart import (
     IGNORED_LABEL,
     Teacher,
@@ -20,7 +21,6 @@ from tracefp4.train.warmstart import (
     balance_loss,
     main,
     run_warmstart,
-    sample_responses,
     sha256_of,
     supervised_batch,
 )

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from tracefp4.align.watchdog import Event
 from tracefp4.asynchronous.buffer import Group
@@ -80,6 +81,14 @@ class AsyncTrainingRun:
         """Tells the supervisor where the trainer stands; the rollout starts from there."""
         clear_store(self.store)  # records of processes that are gone
         self._send(Ready(self._publish(), self.totals))
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """As ``TrainingRun.state``."""
+        return self.trainer.state()
+
+    def load_state(self, tensors: dict[str, Tensor], counters: dict[str, int]) -> None:
+        """As ``TrainingRun.load_state``."""
+        self.trainer.load_state(tensors, counters)
 
     def _publish(self) -> Weights:
         """Writes the weights under their version, whole or not at all."""

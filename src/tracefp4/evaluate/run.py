@@ -21,6 +21,7 @@ from tracefp4.evaluate.target import FP4, Form, make_forms
 from tracefp4.files import folder_lock
 from tracefp4.guidance.store import MemoryStore
 from tracefp4.loop import RunConfig, preflight
+from tracefp4.loop.posttraining import quantize_calibrated
 from tracefp4.nn.loading import load_policy
 from tracefp4.report import ensure_dir, progress, write_json_atomic
 from tracefp4.report.progress import Bar
@@ -114,7 +115,10 @@ class Evaluation:
         """The chunks from problem ``done`` on."""
         engine = self._engine(form)
         try:
-            engine.update_weights(load_policy(self.parts.path, form.dtype).named_parameters(), 0)
+            policy = load_policy(self.parts.path, form.dtype)
+            engine.update_weights(policy.named_parameters(), 0)
+            if form.calibrated:
+                quantize_calibrated(engine, self.parts, policy)
         except TracefpError as error:
             raise TracefpError(f"checkpoint {self.parts.path} cannot be evaluated as {form.name}: {error}") from error
         left = self.samples * sum(p.id in self.ids for p in self.prompts[done:])

@@ -21,11 +21,13 @@ _FP4_METHOD = "naive"  # quantizes as [quant] says and records nothing
 
 @dataclass(frozen=True)
 class Form:
-    """A numeric form of the weights: what is quantized, and the compute dtype of the rest."""
+    """A numeric form of the weights: what is quantized, and the compute dtype of the rest. calibrated: weights take
+    their block scales by H-Scale."""
 
     name: str
     recipe: QuantRecipe
     dtype: str
+    calibrated: bool = False
 
 
 def load_target(target: str, overrides: list[str], checkpoint: str | None = None) -> RunConfig:
@@ -81,17 +83,21 @@ def make_forms(names: Sequence[str], config: RunConfig, num_layers: int) -> list
     """The forms of these names. Raises TracefpError for an unknown one, and for two that run the same numbers."""
     forms: list[Form] = []
     for name in names:
-        if name != FP4 and name not in {m.name for m in list_methods()}:
+        if name != FP4 and name.partition("@")[0] not in {m.name for m in list_methods()}:
             known = [FP4, *(m.name for m in list_methods())]
             raise ConfigError(f"unknown form {name!r} in --forms{did_you_mean(name, known)}")
-        method = get_method(_FP4_METHOD if name == FP4 else name)
+        method = get_method(_FP4_METHOD if name == FP4 else name).configured(config.method)
         # Recording changes no number of the rollout: only the trainer reads it.
-        recipe = replace(method.recipe(config.quant, num_layers), guided_layers=(), bits=1.125, rule="cell")
-        forms.append(Form(name, recipe, method.dtype or config.rollout.dtype))
+        recipe = method.deployed_recipe(config.quant, num_layers)
+        recipe = replace(recipe, guided_layers=(), bits=1.125, rule="cell")
+        forms.append(Form(name, recipe, method.dtype or config.rollout.dtype, method.calibrated))
         for other in forms[:-1]:
             if other.name == name:
                 raise ConfigError(f"--forms names {name} twice")
-            if (other.recipe.hash, other.dtype) == (recipe.hash, forms[-1].dtype):
+            if other.calibrated == method.calibrated and (other.recipe.hash, other.dtype) == (
+                recipe.hash,
+                forms[-1].dtype,
+            ):
                 why = " (what a method records changes no response)" if recipe.quantized else ""
                 raise ConfigError(f"the forms {other.name} and {name} run the same numbers{why}: leave one out")
     return forms

@@ -9,7 +9,9 @@ from tracefp4.formats.e2m1 import (
     unpack_codes,
 )
 from tracefp4.formats.fouroversix import FourOverSix
+from tracefp4.formats.mx import Mx
 from tracefp4.formats.mxfp4 import MxFp4
+from tracefp4.formats.mxfp8 import MxFp8
 from tracefp4.formats.nvfp4 import NvFp4
 from tracefp4.formats.scales import (
     decode_e4m3,
@@ -25,7 +27,9 @@ __all__ = [
     "Format",
     "FormatError",
     "FourOverSix",
+    "Mx",
     "MxFp4",
+    "MxFp8",
     "NvFp4",
     "QuantizedBlocks",
     "decode_e2m1",

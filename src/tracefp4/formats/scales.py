@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,6 +16,20 @@ E4M3_MAX_BYTE = 0x7E
 E8M0_MODES = ("floor", "even", "rceil", "ceil")
 RECIPROCAL_6: float = struct.unpack("<f", struct.pack("<f", 1 / 6))[0]
 """1/6 rounded to FP32; exactly representable, so every product with it means the same on every device."""
+
+
+@dataclass(frozen=True)
+class ElementRange:
+    """What the choice of an E8M0 scale depends on: the exponent of the element format's largest value, its mantissa
+    bits, and the inverse of that value rounded to FP32."""
+
+    max_exponent: int
+    mantissa_bits: int
+    reciprocal_max: float
+
+
+E2M1_RANGE = ElementRange(2, 1, RECIPROCAL_6)
+E4M3_RANGE = ElementRange(8, 3, struct.unpack("<f", struct.pack("<f", 1 / E4M3_MAX))[0])
 
 
 def encode_e4m3(x: Tensor) -> Tensor:
@@ -38,7 +53,7 @@ def decode_e4m3(code: Tensor) -> Tensor:
 
 
 @functools.cache
-def _e4m3_ladder(device: torch.device) -> Tensor:
+def e4m3_values(device: torch.device) -> Tensor:
     """f32 [127]: the values of bytes 0x00..0x7E, ascending."""
     with torch.inference_mode(False):
         return decode_e4m3(torch.arange(E4M3_MAX_BYTE + 1, dtype=torch.uint8, device="cpu")).to(device)
@@ -57,7 +72,7 @@ def e4m3_index(u: Tensor) -> Tensor:
         f32 [...], 0 for 0, at most 126 (byte 0x7E, 448) and NaN for NaN.
     """
     u = u.detach().to(torch.float32).clamp(0.0, E4M3_MAX).contiguous()
-    ladder = _e4m3_ladder(u.device)
+    ladder = e4m3_values(u.device)
     lower = torch.bucketize(u, ladder, right=True, out_int32=True).sub_(1).clamp_(0, E4M3_MAX_BYTE - 1)
     low = ladder[lower]
     return lower + (u - low) / (ladder[lower + 1] - low)
@@ -75,16 +90,18 @@ def decode_e8m0(code: Tensor) -> Tensor:
     return _e8m0_values(code.device)[code.to(torch.int32)]
 
 
-def encode_e8m0(amax: Tensor, mode: str) -> Tensor:
-    """E8M0 block scale of an E2M1 block whose largest magnitude is amax.
+def encode_e8m0(amax: Tensor, mode: str, element: ElementRange = E2M1_RANGE) -> Tensor:
+    """E8M0 block scale of a block of elements whose largest magnitude is amax.
 
-    With the exponent clamped to -127..127 (byte = exponent + 127):
+    With the exponent clamped to -127..127 (byte = exponent + 127), for E2M1 elements:
     floor: floor(log2 amax) - 2; even: floor's, plus one where amax's significand is at least 1.75;
     ceil: ceil(log2 amax) - 2; rceil: ceil(log2(amax * (1/6))) with the product rounded to FP32.
+    For E4M3 elements 8 stands for 2, 1.9375 for 1.75 (what rounds up to the next power of two) and 448 for 6.
 
     Args:
         amax: f32 [...], not negative.
         mode: "floor", "even", "rceil" or "ceil".
+        element: of the elements' format.
 
     Returns:
         uint8 [...]. Zero gives byte 0; Inf saturates at byte 254; NaN gives 0xFF.
@@ -95,13 +112,14 @@ def encode_e8m0(amax: Tensor, mode: str) -> Tensor:
     All on the bits of FP32: log2 would round up just below a power of two.
     """
     amax = amax.detach().to(torch.float32)
-    bits = (amax * RECIPROCAL_6 if mode == "rceil" else amax).contiguous().view(torch.int32)
+    bits = (amax * element.reciprocal_max if mode == "rceil" else amax).contiguous().view(torch.int32)
     if mode == "floor":
-        exponent = (bits >> 23) - 2
+        exponent = (bits >> 23) - element.max_exponent
     elif mode == "even":
-        exponent = ((bits + 0x200000) >> 23) - 2
+        half_step = 1 << (22 - element.mantissa_bits)
+        exponent = ((bits + half_step) >> 23) - element.max_exponent
     elif mode == "ceil":
-        exponent = ((bits - 1) >> 23) - 1
+        exponent = ((bits - 1) >> 23) + 1 - element.max_exponent
     elif mode == "rceil":
         # 2^-127 and less is an FP32 subnormal but still byte 0, so the ceiling starts above it.
         exponent = (((bits - 1) >> 23) + 1).masked_fill(bits <= 0x400000, 0)

@@ -10,13 +10,13 @@ import abc
 import difflib
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from tracefp4.errors import TracefpError
-from tracefp4.formats.e2m1 import decode_packed, encode_e2m1, pack_codes, unpack_codes
+from tracefp4.formats.e2m1 import E2M1_VALUES, decode_packed, encode_e2m1, pack_codes, unpack_codes
 
 FLT_MAX = torch.finfo(torch.float32).max
 DEFAULT = "default"
@@ -31,10 +31,11 @@ class FormatError(TracefpError, ValueError):
 
 @dataclass(frozen=True, eq=False)
 class QuantizedBlocks:
-    """A tensor in a four-bit block format.
+    """A tensor in a block format.
 
     Attributes:
-        codes: uint8 [..., K/2], two E2M1 codes a byte, element 2i in the low nibble.
+        codes: uint8 [..., K/2], two E2M1 codes a byte, element 2i in the low nibble; uint8 [..., K] in a format of
+            eight-bit elements.
         scales: uint8 [..., K/B], row-major, E4M3 bytes (NVFP4) or E8M0 bytes (MX).
         encode_scale: S, f32 [] or broadcastable [..., 1]; None for MX formats.
         format: name of the format, a key of the registry.
@@ -58,7 +59,8 @@ class QuantizedBlocks:
             raise FormatError(f"codes and scales must be uint8, got {self.codes.dtype}, {self.scales.dtype}")
         lead, length = tuple(self.shape[:-1]), self.shape[-1]
         blocks = self.scales.shape[-1]
-        if tuple(self.codes.shape) != (*lead, length // 2) or tuple(self.scales.shape[:-1]) != lead:
+        stored = length * self.element_bits // 8
+        if tuple(self.codes.shape) != (*lead, stored) or tuple(self.scales.shape[:-1]) != lead:
             raise FormatError(
                 f"codes {tuple(self.codes.shape)} and scales {tuple(self.scales.shape)} "
                 f"do not fit shape {tuple(self.shape)}"
@@ -71,9 +73,14 @@ class QuantizedBlocks:
         """Elements that share one scale byte."""
         return self.shape[-1] // self.scales.shape[-1]
 
+    @property
+    def element_bits(self) -> int:
+        """Bits of a code: 4, or 8 in an MXFP8 format."""
+        return _REGISTRY[self.format].element_bits if self.format in _REGISTRY else 4
+
     def unpacked_codes(self) -> Tensor:
-        """uint8 [..., K], one code 0..15 per element."""
-        return unpack_codes(self.codes)
+        """uint8 [..., K], one code per element, 0..15 in a four-bit format."""
+        return unpack_codes(self.codes) if self.element_bits == 4 else self.codes.clone()
 
     def rows(self, index: Any) -> QuantizedBlocks:
         """The same quantization restricted to some rows.
@@ -100,7 +107,7 @@ class QuantizedBlocks:
 
 @dataclass(frozen=True)
 class Format(abc.ABC):
-    """Base of all four-bit block formats.
+    """Base of all block formats.
 
     Notation: x is [..., K]; a block is B = `block_size` consecutive elements of the last dimension; m is a
     block's largest magnitude, S the encode scale, D = 1/S, SF a block scale read from its byte.
@@ -110,12 +117,33 @@ class Format(abc.ABC):
         block_size: 16 (NVFP4) or 32 (MX).
         scale_kind: "e4m3" or "e8m0".
         encode_max: largest value that S maps a tensor's amax to (S = encode_max / amax); 0 for MX formats.
+        element_bits, element_max: of an element: 4 and 6 (E2M1), or 8 and 448 (E4M3).
     """
 
     name: str
     block_size: int
     scale_kind: str
     encode_max: float
+    element_bits: ClassVar[int] = 4
+    element_max: ClassVar[float] = 6.0
+
+    # Elements: E2M1 unless a format overrides these.
+
+    def encode_elements(self, z: Tensor) -> Tensor:
+        """Nearest element codes of f32 [...], one a byte, ties to the even code, saturating."""
+        return encode_e2m1(z)
+
+    def decode_elements(self, codes: Tensor) -> Tensor:
+        """f32 [..., K] of codes as ``QuantizedBlocks`` stores them (four-bit ones packed)."""
+        return decode_packed(codes)
+
+    def pack(self, codes: Tensor) -> Tensor:
+        """Codes, one a byte [..., K], as ``QuantizedBlocks`` stores them."""
+        return pack_codes(codes) if self.element_bits == 4 else codes
+
+    def magnitudes(self, device: torch.device) -> Tensor:
+        """f32, ascending: the value of every code without its sign bit, NaN left out; the code is the index."""
+        return E2M1_VALUES[:8].to(device)
 
     # Whole operations.
 
@@ -137,30 +165,30 @@ class Format(abc.ABC):
         amax = self._block_amax(x)
         resolved = self._resolve(amax, encode_scale)
         scales, codes = self._round(x, amax, resolved)
-        return QuantizedBlocks(pack_codes(codes), scales, resolved, self.name, tuple(x.shape))
+        return QuantizedBlocks(self.pack(codes), scales, resolved, self.name, tuple(x.shape))
 
     def dequantize(self, blocks: QuantizedBlocks, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Values of quantized blocks, [..., K]: E2M1 * (SF * D) in FP32, then cast once to dtype.
+        """Values of quantized blocks, [..., K]: element * (SF * D) in FP32, then cast once to dtype.
 
         Raises:
             FormatError: the blocks are of another format.
         """
         self._own(blocks)
         scale = self.effective_scale(blocks.scales, blocks.encode_scale)
-        return self._times_block(decode_packed(blocks.codes), scale).to(dtype)
+        return self._times_block(self.decode_elements(blocks.codes), scale).to(dtype)
 
     def operands(self, blocks: QuantizedBlocks, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor | None]:
         """What an FP4 tensor core multiplies, and what its FP32 epilogue applies.
 
         Returns:
-            (dtype [..., K], f32 broadcastable or None): E2M1 * SF, which has at most 6 significant bits and
+            (dtype [..., K], f32 broadcastable or None): element * SF, which has at most 6 significant bits and
             so is exact in BF16, and D = 1/S (None for MX formats).
 
         Raises:
             FormatError: the blocks are of another format.
         """
         self._own(blocks)
-        values = self._times_block(decode_packed(blocks.codes), self._decode_scale(blocks.scales)).to(dtype)
+        values = self._times_block(self.decode_elements(blocks.codes), self._decode_scale(blocks.scales)).to(dtype)
         return values, None if blocks.encode_scale is None else blocks.encode_scale.reciprocal()
 
     # Scales.
@@ -218,17 +246,17 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def multiplier(self, scales: Tensor, encode_scale: Tensor | None) -> Tensor:
-        """f32 [..., K/B]: factor on x before rounding to E2M1, by the format's own rule."""
+        """f32 [..., K/B]: factor on x before rounding to elements, by the format's own rule."""
 
     # Codes at given scales.
 
     def scaled(self, x: Tensor, scales: Tensor, encode_scale: Tensor | None) -> Tensor:
-        """z = x * multiplier, f32 [..., K], not clipped: the E2M1 codes are its rounding."""
+        """z = x * multiplier, f32 [..., K], not clipped: the codes are its rounding."""
         return self._times_block(self._input(x), self.multiplier(scales, encode_scale))
 
     def round_with_scales(self, x: Tensor, scales: Tensor, encode_scale: Tensor | None) -> Tensor:
         """Nearest codes of x at given scales, unpacked: uint8 [..., K]."""
-        return encode_e2m1(self.scaled(x, scales, encode_scale))
+        return self.encode_elements(self.scaled(x, scales, encode_scale))
 
     def choice(self, blocks: QuantizedBlocks) -> Tensor | None:
         """uint8 [..., K/B], 1 where a 4over6 block maps its maximum to 4; None for all other formats."""

@@ -11,6 +11,7 @@ from tracefp4.guidance.schema import (
     full_bits,
     plane_layout,
     row_bytes,
+    site_bits,
 )
 
 __all__ = [
@@ -27,4 +28,5 @@ __all__ = [
     "pack_rows",
     "plane_layout",
     "row_bytes",
+    "site_bits",
 ]

@@ -1,8 +1,9 @@
 """Encoding the rollout's slots into compact guidance, and resolving it against the trainer's activations.
 
 Along the signed grid of E2M1 (-6 -4 -3 -2 -1.5 -1 -.5 0 .5 1 ... 6) the mantissa bit alternates, so one bit
-tells a slot from both of its neighbours. The scale of a block is named the same way: its lowest bits,
-resolved against the trainer's own unrounded scale. Everything here is plain torch, vectorised and
+tells a slot from both of its neighbours; the lowest mantissa bit does so along the grid of E4M3 (MXFP8). The
+scale of a block is named the same way: its lowest bits, resolved against the trainer's own unrounded scale.
+Everything here is plain torch, vectorised and
 deterministic; it is the reference the kernels are compared with, bit for bit.
 
 Shapes: N rows (product of all axes but the last), K values per row, B values per block.
@@ -16,16 +17,13 @@ import torch
 from torch import Tensor
 
 from tracefp4.formats import (
-    E2M1_VALUES,
     Format,
-    MxFp4,
+    Mx,
     QuantizedBlocks,
     e4m3_index,
     encode_e8m0,
     get_format,
-    pack_codes,
 )
-from tracefp4.formats.scales import RECIPROCAL_6
 from tracefp4.formats.spec import EncodeScale
 from tracefp4.guidance.schema import (
     CompactGuidance,
@@ -41,29 +39,37 @@ DECODE_RULES = ("cell", "bracket")
 _MAX_E4M3_CODE = 0x7E  # 448; 0x7F is NaN and is never produced
 _MAX_E8M0_CODE = 0xFE  # 0xFF is NaN
 
-# Per magnitude index, the |z| from which the outward neighbour's rounding cell is the nearer one. It is the
-# middle of the own cell: cells end at .25 .75 1.25 1.75 2.5 3.5 5, and cell 0 reaches from -.25 to .25. At
-# the middle itself both neighbours are equally near, and the side of the own grid value on which z lies
-# decides: outward where the middle lies beyond the value (2 and 4: 2.125, 4.25), toward zero where it is
-# the value itself (.5 1 1.5 3), so those thresholds are the next float up. 0 always goes outward, 6 never
-# (a comparison with NaN is false).
-_MIDDLES = (0.0, 0.5, 1.0, 1.5, 2.125, 3.0, 4.25, math.nan)
-
 
 @functools.cache
-def _outward_from(device: torch.device) -> Tensor:
-    """f32 [8]: `_MIDDLES`, one float further where the middle is the slot's own value."""
+def _outward_from(fmt: Format, device: torch.device) -> Tensor:
+    """Per magnitude index, the |z| from which the outward neighbour's rounding cell is the nearer one; f32 [n].
+
+    It is the middle of the own cell. For E2M1 cells end at .25 .75 1.25 1.75 2.5 3.5 5, and cell 0 reaches from -.25 to
+    .25. At the middle itself both neighbours are equally near, and the side of the own grid value on which z lies
+    decides: outward where the middle lies beyond the value (2 and 4: 2.125, 4.25; in general a power of two, whose
+    outward step is the larger), toward zero where it is the value itself (.5 1 1.5 3), so those thresholds are the next
+    float up. 0 always goes outward, the largest value never (a comparison with NaN is false), nor does E4M3's NaN.
+    """
     with torch.inference_mode(False):
-        middles, values = torch.tensor(_MIDDLES), E2M1_VALUES[:8]
+        values = fmt.magnitudes(torch.device("cpu"))
+        ends = (values[:-1] + values[1:]) / 2
+        middles = torch.cat([torch.zeros(1), (ends[:-1] + ends[1:]) / 2, torch.full((1,), math.nan)])
         beyond = torch.nextafter(middles, torch.tensor(math.inf))
-        return torch.where((middles == values) & (values > 0), beyond, middles).to(device)
+        outward = torch.where((middles == values) & (values > 0), beyond, middles)
+        return torch.nn.functional.pad(outward, (0, _code_count(fmt) - len(values)), value=math.nan).to(device)
 
 
 @functools.cache
-def _magnitudes(device: torch.device) -> Tensor:
-    """f32 [8]: the value of each magnitude index."""
+def _magnitudes(fmt: Format, device: torch.device) -> Tensor:
+    """f32 [n]: the value of each magnitude index, NaN for the code of NaN where there is one."""
     with torch.inference_mode(False):
-        return E2M1_VALUES[:8].to(device)
+        values = fmt.magnitudes(torch.device("cpu"))
+        return torch.nn.functional.pad(values, (0, _code_count(fmt) - len(values)), value=math.nan).to(device)
+
+
+def _code_count(fmt: Format) -> int:
+    """Codes without their sign bit: 8 or 128."""
+    return 1 << (fmt.element_bits - 1)
 
 
 # --- encoding ------------------------------------------------------------
@@ -107,7 +113,10 @@ def pack_rows(blocks: QuantizedBlocks, bits: float) -> Tensor:
     layout = plane_layout(blocks.format, bits)
     packed = blocks.codes.reshape(-1, blocks.codes.shape[-1])
     scales = blocks.scales.reshape(-1, blocks.scales.shape[-1])
-    planes = [_code_plane(packed, bit) for bit in range(layout.code_bits)]
+    if blocks.element_bits == 4:
+        planes = [_code_plane(packed, bit) for bit in range(layout.code_bits)]
+    else:
+        planes = [pack_bits((packed >> bit) & 1) for bit in range(layout.code_bits)]
     if layout.choice_bits:
         choice = cast(Tensor, get_format(blocks.format).choice(blocks)).reshape(scales.shape)
         # A scale of 448 may be a saturated 4-choice whose maximum shows as 6. Resolving it against the larger
@@ -169,8 +178,12 @@ def decode(
         S, own = _own_rows(fmt, x_train.detach(), S, bad, own_encode_scale)
     code_bits, choice, scale_bits = unpack_rows(guidance)
     scales = decode_scales(fmt, x, S, scale_bits, header.layout.scale_bits, choice)
-    codes = decode_codes(fmt, x, scales, S, code_bits, header.layout.code_bits == 4, rule)
-    packed = pack_codes(codes)
+    if header.layout.code_bits:
+        full = header.layout.code_bits == fmt.element_bits
+        codes = decode_codes(fmt, x, scales, S, code_bits, full, rule)
+    else:
+        codes = fmt.round_with_scales(x, scales, S)
+    packed = fmt.pack(codes)
     if own is not None:
         packed[bad], scales[bad] = own.codes, own.scales
     lead = header.shape[:-1]
@@ -219,7 +232,7 @@ def _own_rows(
 def unpack_rows(guidance: CompactGuidance) -> tuple[Tensor, Tensor | None, Tensor]:
     """Split a payload into (code bits, choice, scale bits), each as integers.
 
-    Returns uint8 [N, K] with the recorded low bits of each code (1 or all 4), uint8 [N, K/B] with 4over6's
+    Returns uint8 [N, K] with the recorded low bits of each code (none, 1 or all), uint8 [N, K/B] with 4over6's
     choice or None, and uint8 [N, K/B] with the recorded low bits of each scale byte.
     """
     header, layout = guidance.header, guidance.header.layout
@@ -253,8 +266,8 @@ def decode_scales(
     if width == 8:
         return low_bits.clone()
     amax = fmt.block_amax(x)
-    if isinstance(fmt, MxFp4):
-        return _nearest_e8m0(fmt.mode, amax, low_bits)
+    if isinstance(fmt, Mx):
+        return _nearest_e8m0(fmt, amax, low_bits)
     index = e4m3_index(fmt.unrounded_scale(amax, S, choice)).nan_to_num(0.0)
     step = 1 << width
     low = low_bits.to(torch.float32)
@@ -266,21 +279,22 @@ def decode_scales(
     return torch.where(nearest > _MAX_E4M3_CODE, nearest - step, nearest).to(torch.uint8)
 
 
-def _nearest_e8m0(mode: str, amax: Tensor, low_bits: Tensor) -> Tensor:
+def _nearest_e8m0(fmt: Mx, amax: Tensor, low_bits: Tensor) -> Tensor:
     """E8M0 bytes [N, K/B] of the recorded parity: the own one, or the neighbour whose cell is nearer to amax.
 
     A byte's rounding cell is one octave of amax; "nearer" is the half of that octave, in log2, in which amax
-    lies. The octave begins at a power of two (floor, ceil), at 1.75 times one (even) or at 6 times one
-    (rceil); ceil and rceil include its upper end instead of its lower. Only significands are compared, so
-    nothing depends on a rounded log2. No amax lies exactly in the middle, which is irrational.
+    lies. The octave begins at a power of two (floor, ceil), at 1.75 times one (even; 1.9375 for E4M3 elements) or at
+    the largest element times one (rceil); ceil and rceil include its upper end instead of its lower. Only significands
+    are compared, so nothing depends on a rounded log2. No amax lies exactly in the middle, which is irrational.
     """
-    own = encode_e8m0(amax, mode)
+    own, mode = encode_e8m0(amax, fmt.mode, fmt.element_range), fmt.mode
     if mode == "rceil":
-        amax = amax * RECIPROCAL_6
+        amax = amax * fmt.element_range.reciprocal_max
     significand = torch.frexp(amax).mantissa * 2  # [1, 2)
     half = math.sqrt(2.0)
     if mode == "even":
-        upward = (significand > 0.875 * half) & (significand < 1.75)
+        begin = 2 - 2.0 ** -(fmt.element_range.mantissa_bits + 1)
+        upward = (significand > begin / 2 * half) & (significand < begin)
     elif mode == "floor":
         upward = significand > half
     else:
@@ -293,15 +307,15 @@ def _nearest_e8m0(mode: str, amax: Tensor, low_bits: Tensor) -> Tensor:
 def decode_codes(
     fmt: Format, x: Tensor, scales: Tensor, S: Tensor | None, bits: Tensor, full: bool, rule: str
 ) -> Tensor:
-    """4-bit codes uint8 [N, K] from the recorded bits uint8 [N, K] (mantissa bits; whole codes when `full`).
+    """Codes uint8 [N, K] from the recorded bits uint8 [N, K] (mantissa bits; whole codes when `full`).
 
     z = x times the format's multiplier at `scales`; own = what the format itself rounds z to.
 
     "cell": the own code where its mantissa bit fits, else the neighbouring slot whose rounding cell is
-    nearer to z (ties: `_MIDDLES`); whole codes are returned as they are.
+    nearer to z (ties: `_outward_from`); whole codes are returned as they are.
     "bracket" (the paper's): of the two grid values around min(|z|, 6) - the largest one not above it and the
     next one; at 6 those are 4 and 6 - the one with the recorded mantissa bit; with whole codes the one
-    nearest to the rollout's value.
+    nearest to the rollout's value. With E4M3 elements 448 stands for 6.
 
     Beyond 6 a 0 bit therefore means 4. Signs, that of a chosen zero included, are those of z. Blocks whose
     scale byte is an E4M3 zero have the value 0 whatever the code: they get the format's own code (or the
@@ -310,19 +324,21 @@ def decode_codes(
     if full and rule == "cell":
         return bits
     own = fmt.round_with_scales(x, scales, S)
-    magnitude, sign = own & 7, own & 8
+    sign_bit = _code_count(fmt)
+    magnitude, sign = own & (sign_bit - 1), own & sign_bit
     z = fmt.scaled(x, scales, S).abs()
     if rule == "cell":
-        outward = z >= _outward_from(z.device)[magnitude.to(torch.int32)]
+        outward = z >= _outward_from(fmt, z.device)[magnitude.to(torch.int32)]
         neighbour = torch.where(outward, magnitude + 1, magnitude - 1)
         chosen = torch.where((magnitude & 1) == bits, magnitude, neighbour)
     else:
-        below_own = ~(z >= _magnitudes(z.device)[magnitude.to(torch.int32)])  # true for NaN
-        lower = torch.where(below_own, magnitude - 1, magnitude).clamp_(max=6)
+        below_own = ~(z >= _magnitudes(fmt, z.device)[magnitude.to(torch.int32)])  # true for NaN
+        largest = len(fmt.magnitudes(torch.device("cpu"))) - 1
+        lower = torch.where(below_own, magnitude - 1, magnitude).clamp_(max=largest - 1)
         if full:
             # magnitude index of the rollout's code as seen in the direction of z's sign
-            rollout = (bits & 7).to(torch.int8)
-            rollout = torch.where((bits & 8) == sign, rollout, -rollout)
+            rollout = (bits & (sign_bit - 1)).to(torch.int8)
+            rollout = torch.where((bits & sign_bit) == sign, rollout, -rollout)
             chosen = lower + (rollout > lower.to(torch.int8)).to(torch.uint8)
         else:
             chosen = torch.where((lower & 1) == bits, lower, lower + 1)

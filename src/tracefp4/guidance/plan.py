@@ -15,7 +15,7 @@ from typing import Any
 from tracefp4.config import did_you_mean
 from tracefp4.errors import TracefpError
 from tracefp4.formats import get_format
-from tracefp4.guidance.schema import row_bytes
+from tracefp4.guidance.schema import row_bytes, site_bits
 from tracefp4.recipe import QuantRecipe
 
 _QWEN3: dict[str, Any] = {"model_type": "qwen3_moe", "vocab_size": 151936, "num_experts": 128, "head_dim": 128}
@@ -239,7 +239,7 @@ def guidance_size(shape: ModelShape, recipe: QuantRecipe) -> GuidanceSize:
         name, guided = recipe.site_format(site), len(set(layers) & set(recipe.guided_layers))
         if name is None or not guided:
             continue
-        payload[site] = guided * row_bytes(name, recipe.bits, width)
+        payload[site] = guided * row_bytes(name, site_bits(name, recipe.bits), width)
         kind = recipe.site_encode_scale(site)
         scales += 4 * guided if isinstance(kind, str) else 0
         static += 4 if isinstance(kind, float) else 0
@@ -257,7 +257,9 @@ def record_row_bytes(recipe: QuantRecipe, widths: Mapping[str, int], layers: int
     total = 0
     for site, width in widths.items():
         if (name := recipe.site_format(site)) is not None:
-            total += layers * (row_bytes(name, bits, width) + 4 * isinstance(recipe.site_encode_scale(site), str))
+            total += layers * (
+                row_bytes(name, site_bits(name, bits), width) + 4 * isinstance(recipe.site_encode_scale(site), str)
+            )
     return total + ROW_BYTES if total else 0
 
 

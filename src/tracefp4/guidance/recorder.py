@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tracefp4.formats import QuantizedBlocks
 from tracefp4.guidance.codec import pack_rows
-from tracefp4.guidance.schema import row_bytes
+from tracefp4.guidance.schema import row_bytes, site_bits
 from tracefp4.guidance.staging import HostStaging
 from tracefp4.guidance.store import SiteRows, TrajectoryGuidance
 from tracefp4.recipe import QuantRecipe
@@ -48,7 +48,7 @@ class SlotRecorder:
             name = recipe.site_format(site)
             if name is None:
                 continue
-            size = row_bytes(name, bits, width)
+            size = row_bytes(name, site_bits(name, bits), width)
             self._payload[site] = torch.zeros(len(self.layers), num_slots, size, dtype=torch.uint8, device=device)
             kind = recipe.site_encode_scale(site)
             if isinstance(kind, str):
@@ -66,7 +66,7 @@ class SlotRecorder:
                 continue
             if rows is not None:
                 b = b.rows(rows)
-            self._payload[site][i].index_copy_(0, slots, pack_rows(b, self.bits))
+            self._payload[site][i].index_copy_(0, slots, pack_rows(b, site_bits(b.format, self.bits)))
             if site in self._row_scale:
                 assert b.encode_scale is not None
                 self._row_scale[site][i].index_copy_(0, slots, b.encode_scale.reshape(-1))

@@ -4,7 +4,8 @@ A record holds, for every row (one token at one site), a few planes of bits. Pla
 first and each is padded to a byte; the planes of a row follow one another, so a row is contiguous and rows
 can be sliced or appended without touching others:
 
-    code planes    plane 0 is the mantissa bit (code & 1); at full width planes 0..3 of the 4-bit code
+    code planes    plane 0 is the lowest mantissa bit (code & 1); at full width all bits of the code; none where only
+                   scales are recorded
     choice plane   4over6 at 1.125 bits only: 1 where the block's maximum was mapped to 4, and where its scale
                    byte is 0x7E (there both choices resolve alike, see `codec.pack_rows`)
     scale planes   the 1, 2 or 8 lowest bits of each block's scale byte, lowest bit first
@@ -31,8 +32,9 @@ MAGIC = b"TRFP4GD\x00"
 # Bits per value each family of formats can be recorded with, widest first.
 SUPPORTED_BITS: dict[str, tuple[float, ...]] = {
     "nvfp4-4over6": (4.5, 1.5, 1.125),
-    "nvfp4": (4.5, 1.5, 1.125, 1.0625),
-    "mxfp4": (4.25, 1.25, 1.03125),
+    "nvfp4": (4.5, 1.5, 1.125, 1.0625, 0.5, 0.125),
+    "mxfp4": (4.25, 1.25, 1.03125, 0.25, 0.03125),
+    "mxfp8": (8.25, 1.25, 1.03125, 0.25, 0.03125),
 }
 
 # magic, format version, kind of encode scale, header length, total length of the record
@@ -47,7 +49,8 @@ class GuidanceError(TracefpError, ValueError):
 
 @dataclass(frozen=True)
 class PlaneLayout:
-    """How many bits of each kind a record keeps: per value, per block, and per block's scale byte."""
+    """How many bits of each kind a record keeps: per value, per block, and per block's scale byte. Without code bits
+    the trainer rounds to nearest at the rollout's scales (an ablation: what the scales alone are worth)."""
 
     code_bits: int
     choice_bits: int
@@ -76,6 +79,11 @@ def full_bits(format: str) -> float:
     return SUPPORTED_BITS[format_family(format)][0]
 
 
+def site_bits(format: str, bits: float) -> float:
+    """Bits per value at a site of a record of this width: a record of whole codes keeps those of each site's format."""
+    return full_bits(format) if bits > 4 else bits
+
+
 def plane_layout(format: str, bits: float) -> PlaneLayout:
     """Planes of a (format, bits) pair. Raises GuidanceError that lists the valid widths otherwise.
 
@@ -85,8 +93,9 @@ def plane_layout(format: str, bits: float) -> PlaneLayout:
     if bits not in SUPPORTED_BITS[family]:
         valid = ", ".join(f"{width:g}" for width in SUPPORTED_BITS[family])
         raise GuidanceError(f"{bits!r} bits per value is no width of {format!r}; valid widths: {valid}")
-    code_bits = 4 if bits > 4 else 1
-    block_size = 32 if family == "mxfp4" else 16
+    whole = 8 if family == "mxfp8" else 4
+    code_bits = whole if bits > 4 else int(bits >= 1)
+    block_size = 32 if family.startswith("mx") else 16
     block_bits = round((bits - code_bits) * block_size)
     choice_bits = 1 if family == "nvfp4-4over6" and block_bits < 8 else 0
     return PlaneLayout(code_bits, choice_bits, block_bits - choice_bits)
@@ -116,7 +125,7 @@ class GuidanceHeader:
     format       name of the format, e.g. "nvfp4"
     bits         guidance bits per value, one of SUPPORTED_BITS
     shape        shape of the quantized tensor, blocks along the last axis
-    block_size   values per scale: 16 (NVFP4) or 32 (MXFP4)
+    block_size   values per scale: 16 (NVFP4) or 32 (MX)
     """
 
     recipe_hash: str
@@ -187,7 +196,7 @@ class CompactGuidance:
         rows, width = self.header.rows, self.row_bytes
         _check_tensor("payload", self.payload, torch.uint8, [(rows, width)])
         _check_tensor("valid", self.valid, torch.bool, [(rows,)])
-        scale, mx = self.encode_scale, format_family(self.header.format) == "mxfp4"
+        scale, mx = self.encode_scale, format_family(self.header.format).startswith("mx")
         if (scale is None) != mx:
             raise GuidanceError(f"{self.header.format!r} {'takes no' if mx else 'needs an'} encode scale")
         if scale is not None:

@@ -27,6 +27,15 @@ class HostCopy:
         if self._event is not None:
             self._event.synchronize()
 
+    def ready(self) -> bool:
+        """Whether the bytes are there; asks without waiting."""
+        return self._event is None or self._event.query()
+
+    def hold_back(self) -> None:
+        """Lets later work of the current stream wait for the copy: it may overwrite what the copy reads."""
+        if self._event is not None:
+            torch.cuda.current_stream(self._staging.device).wait_event(self._event)
+
     def retain(self) -> None:
         with self._lock:
             self._users += 1
@@ -51,10 +60,10 @@ class HostStaging:
     """
 
     def __init__(self, device: torch.device | str, nbytes: int = 256 << 20) -> None:
-        self._device = torch.device(device)
-        cuda = self._device.type == "cuda"
+        self.device = torch.device(device)
+        cuda = self.device.type == "cuda"
         self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=cuda)
-        self._stream = torch.cuda.Stream(self._device) if cuda else None
+        self._stream = torch.cuda.Stream(self.device) if cuda else None
         self._taken: dict[int, int] = {}
         self._lock = threading.Lock()
 
@@ -84,7 +93,7 @@ class HostStaging:
             for source, target in zip(sources, targets, strict=True):
                 target.copy_(source)
             return None
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             for source, target in zip(sources, targets, strict=True):
                 target.copy_(source, non_blocking=True)

@@ -10,7 +10,7 @@ from tracefp4.align.watchdog import WatchConfig
 from tracefp4.config import StrictModel
 from tracefp4.device import DeviceSetting
 from tracefp4.guidance.disk import GuidanceStoreConfig
-from tracefp4.methods import QuantConfig, get_method
+from tracefp4.methods import MethodConfig, QuantConfig, get_method
 from tracefp4.rollout.engine import RolloutConfig
 from tracefp4.tasks import AnyTaskConfig
 from tracefp4.tasks.running_sums import RunningSumsConfig
@@ -21,12 +21,6 @@ class ModelConfig(StrictModel):
     """path: a local Hugging Face checkpoint directory, or "builtin:NAME" of one that ships with the package."""
 
     path: str = "builtin:sums-moe"
-
-
-class MethodConfig(StrictModel):
-    """name: a mode, see ``tracefp4 methods``."""
-
-    name: str = "trace"
 
 
 class SamplingConfig(StrictModel):
@@ -59,7 +53,10 @@ class LoopConfig(StrictModel):
     that a token may lag behind the trainer that learns from it; 0 is on-policy. on_stale: "wait" for responses that
     would grow too old, so that none is lost, or take what is there and "drop" them. hang_seconds: replace a process of
     an asynchronous run that others wait for and that shows no progress for so long; start_seconds: the same until its
-    first work is done; 0 never. max_restarts: most replacements in a row without a new step."""
+    first work is done; 0 never. max_restarts: most replacements in a row without a new step.
+
+    lag: without asynchronous, every rollout runs under the weights of so many steps ago (the first ones under the
+    start's): staleness that two runs share exactly."""
 
     steps: int = Field(60, ge=1)
     device: DeviceSetting = "auto"
@@ -82,6 +79,13 @@ class LoopConfig(StrictModel):
     hang_seconds: float = Field(1200.0, ge=0)
     start_seconds: float = Field(1800.0, ge=0)
     max_restarts: int = Field(3, ge=0)
+    lag: int = Field(0, ge=0, le=64)
+
+    @model_validator(mode="after")
+    def _one_kind_of_staleness(self) -> LoopConfig:
+        if self.lag and self.asynchronous:
+            raise ValueError("run.lag is for synchronous runs: set run.max_lag instead, or run.asynchronous=false")
+        return self
 
     @model_validator(mode="after")
     def _evaluations_are_there(self) -> LoopConfig:
@@ -108,7 +112,17 @@ class RunConfig(StrictModel):
 
     @model_validator(mode="after")
     def _known_method(self) -> RunConfig:
-        get_method(self.method.name)
+        method = get_method(self.method.name)
+        if self.run.asynchronous and method.deployed is not None:
+            raise ValueError(
+                f"{method.name} evaluates in another form than its rollout, which an asynchronous run does not: train "
+                f"bf16 and evaluate it with --forms bf16,{method.name}, or set run.asynchronous=false"
+            )
+        if self.run.lag > self.train.max_version_diff:
+            raise ValueError(
+                f"run.lag {self.run.lag} exceeds train.max_version_diff {self.train.max_version_diff}: every record "
+                "would be too old; raise it too"
+            )
         if self.rollout.dtype != self.train.dtype:
             raise ValueError(
                 f"rollout.dtype {self.rollout.dtype} and train.dtype {self.train.dtype} differ: the two paths would "

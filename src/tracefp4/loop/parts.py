@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from tracefp4.rollout.engine import RolloutConfig, RolloutEngine
 from tracefp4.rollout.model import ModelShape
 from tracefp4.saves import SaveSizes
 from tracefp4.tasks import Exchanges, Prompt, PromptEncoder, Task, ToolTask, make_task, score_all
+from tracefp4.train.losses import make_loss
 from tracefp4.train.trainer import GRPOTrainer, TrainConfig
 from tracefp4.types import Request, SamplingParams, Trajectory
 
@@ -71,7 +72,10 @@ class Parts:
 
     def make_engine(self, store: GuidanceStore, recipe: QuantRecipe | None = None) -> RolloutEngine:
         """An engine without weights. recipe: another numeric form than the run's."""
-        return RolloutEngine(self.hf_config, recipe or self.recipe, self.rollout, store, self.device)
+        rollout = self.rollout
+        if rollout.backend == "auto" and make_loss(self.method.loss, self.train).top_logprobs:
+            rollout = rollout.model_copy(update={"backend": "torch"})  # the kernels' sampler keeps no likeliest tokens
+        return RolloutEngine(self.hf_config, recipe or self.recipe, rollout, store, self.device)
 
     def make_trainer(self, store: GuidanceStore) -> GRPOTrainer:
         """The trainer with the checkpoint's weights."""
@@ -85,7 +89,14 @@ class Parts:
             pad_id=self.tokenizer.pad_token_id,
             seed=derive_seed(self.config.run.seed, "minibatches"),
             device=self.device,
+            loss=self.method.loss,
         )
+
+    @property
+    def evaluated_recipe(self) -> QuantRecipe:
+        """The form in which held-out problems are answered; nothing is recorded."""
+        recipe = self.method.deployed_recipe(self.config.quant, self.hf_config.num_hidden_layers)
+        return replace(recipe, guided_layers=())
 
     def guidance_bytes(self) -> int:
         """Most bytes of records that lie between rollout and trainer at once; 0 where they stay in memory.
@@ -101,8 +112,8 @@ class Parts:
         widths = {"expert_input": shape.hidden, "key": kv_width, "value": kv_width}
         guided, formats = self.recipe.guided_layers, (self.recipe.activations, self.recipe.kv)
         row = record_row_bytes(self.recipe, widths, len(guided), self.recipe.bits) if guided else 0
-        full = {full_bits(name) for name in formats if name}
-        probe = record_row_bytes(self.recipe, widths, shape.layers, full.pop()) if len(full) == 1 else 0
+        full = [full_bits(name) for name in formats if name]
+        probe = record_row_bytes(self.recipe, widths, shape.layers, max(full)) if full else 0
         steps = 2 * (c.run.max_lag + 1) if c.run.asynchronous else 1
         responses = steps * s.prompts_per_step * s.samples_per_prompt + c.run.eval_prompts
         rows = self.encoder.max_prompt_tokens + s.max_new_tokens
@@ -147,6 +158,7 @@ class Parts:
                     f"{len(prompts) - len(kept)} of {len(prompts)} prompts do not fit; encode them first"
                 )
         s, seed = self.config.sampling, self.config.run.seed
+        head = min(make_loss(self.method.loss, self.train).top_logprobs, self.hf_config.vocab_size)
         total = len(prompts) * samples
         stride = total / probes if probes else 0
         probed = {int(i * stride) for i in range(min(probes, total))}
@@ -158,6 +170,7 @@ class Parts:
                     max_new_tokens=s.max_new_tokens,
                     stop_token_ids=(self.tokenizer.eos_token_id,),
                     seed=derive_seed(seed, tag, p.id, j),
+                    top_logprobs=head,
                 )
                 out.append(Request(f"{tag}/{p.id}/{j}", ids, sampling, probe=len(out) in probed))
         return out
@@ -204,7 +217,7 @@ def preflight(config: RunConfig, task: Task | None = None, training: bool = True
     device = resolve_device(config.run.device)
     rollout, train = config.rollout, config.train
     path = model_path(config.model.path)
-    method = get_method(config.method.name)
+    method = get_method(config.method.name).configured(config.method)
     if method.dtype is not None:
         rollout = rollout.model_copy(update={"dtype": method.dtype})
         train = train.model_copy(update={"dtype": method.dtype})
@@ -217,7 +230,9 @@ def preflight(config: RunConfig, task: Task | None = None, training: bool = True
     recipe = method.recipe(config.quant, hf_config.num_hidden_layers)
     encoder = make_encoder(tokenizer, config)
     check_weights(path, hf_config)
-    sizes = SaveSizes.of(count_weights(path), getattr(torch, train.dtype).itemsize)
+    weights, itemsize = count_weights(path), getattr(torch, train.dtype).itemsize
+    sizes = SaveSizes.of(weights, itemsize)
+    sizes = replace(sizes, state=sizes.state + config.run.lag * itemsize * weights)  # past weights are in it too
     parts = Parts(config, path, method, rollout, train, tokenizer, encoder, task, hf_config, recipe, sizes, device)
     if training:
         _check_prompts(parts)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from tracefp4.align.watchdog import Event, Watch, WatchConfig
 from tracefp4.config import config_hash, resolved
@@ -174,6 +175,10 @@ class Steps(Protocol):
 
     def begin(self, resumed: bool) -> None: ...
 
+    def state(self) -> tuple[dict[str, Tensor], dict[str, int]]: ...
+
+    def load_state(self, tensors: dict[str, Tensor], counters: dict[str, int]) -> None: ...
+
     def step(self, index: int) -> tuple[dict[str, float], dict[str, float]]: ...
 
     def evaluate(self, tag: str) -> float | None: ...
@@ -327,7 +332,7 @@ def make_watch(
 
 
 def _save_state(run: Steps, run_dir: Path, at: Position) -> None:
-    tensors, counters = run.trainer.state()
+    tensors, counters = run.state()
     facts = {
         "config": resolved(run.config),
         "recipe_hash": run.parts.recipe.hash,
@@ -361,7 +366,7 @@ def _resume(run: Steps, run_dir: Path) -> Position:
     if (run_dir / RUN).is_file():
         _read_object(run_dir / RUN)
     try:
-        run.trainer.load_state(tensors, facts["counters"])
+        run.load_state(tensors, facts["counters"])
     except KeyError as error:
         raise TracefpError(
             f"the newest state in {run_dir / STATES} lacks {error}: go on with the version that its run.json names, or "

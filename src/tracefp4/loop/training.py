@@ -1,5 +1,5 @@
 """One RL step: prompts, rollout, rewards, update, weights to the rollout. Synchronous: the rollout of step k runs under
-the weights of step k."""
+the weights of step k, or of step k - run.lag."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tracefp4.errors import TracefpError
 from tracefp4.files import replaced_dir, warn
 from tracefp4.guidance.disk import ShardStore, make_store
-from tracefp4.guidance.store import GuidanceStore
+from tracefp4.guidance.store import GuidanceStore, MemoryStore
 from tracefp4.loop.config import RunConfig
+from tracefp4.loop.lag import PastWeights
 from tracefp4.loop.parts import Parts, preflight
+from tracefp4.loop.posttraining import quantize_calibrated
 from tracefp4.report import write_json_atomic
+from tracefp4.rollout.engine import RolloutEngine
 from tracefp4.saves import BEST_FACTS
 from tracefp4.signals import hold
 from tracefp4.tasks import CountingTask, Prompt, Task
@@ -52,6 +56,7 @@ class TrainingRun:
         self.trajectories: Sequence[Trajectory] = ()
         self.engine = parts.make_engine(self.store)
         self.trainer = parts.make_trainer(self.store)
+        self.past = PastWeights(config.run.lag)
         self.totals: dict[str, float] = {}
         self._totals_before: dict[str, float] = {}
         try:
@@ -60,8 +65,24 @@ class TrainingRun:
             raise TracefpError(f"checkpoint {parts.path} cannot be used: {error}") from error
 
     def publish(self) -> None:
-        """Gives the trainer's weights to the rollout."""
-        self.engine.update_weights(self.trainer.named_weights(), self.trainer.version)
+        """Gives the rollout the weights that its next step runs under: the trainer's, or those of run.lag steps ago."""
+        if not self.past.lag:
+            self.engine.update_weights(self.trainer.named_weights(), self.trainer.version)
+            return
+        self.past.add(self.trainer.version, self.trainer.named_weights())
+        version, weights = self.past.oldest()
+        if version > self.engine.version:
+            self.engine.update_weights(weights.items(), version)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """(tensors, counters) that the next step depends on."""
+        tensors, counters = self.trainer.state()
+        return tensors | self.past.tensors(self.trainer.version), counters
+
+    def load_state(self, tensors: dict[str, Tensor], counters: dict[str, int]) -> None:
+        """Inverse of ``state``. Raises KeyError for a tensor or counter that is missing."""
+        self.trainer.load_state(tensors, counters)
+        self.past.load(tensors)
 
     def begin(self, resumed: bool) -> None:
         """Called once, before the first step or evaluation; resumed: the trainer's state has just been loaded."""
@@ -94,6 +115,8 @@ class TrainingRun:
                 metrics |= self.task.metrics()
             metrics |= prompt_metrics(encoded, dropped=len(asked_for) - len(prompts), truncated=truncated)
             metrics["rollout/preemptions"] = float(self.engine.scheduler.num_preemptions - preemptions)
+            if self.engine.model.compensation is not None:
+                metrics |= self.engine.model.compensation.metrics()
             hold()  # a policy that is half updated is no state to go on from; run_training releases
             metrics |= self.trainer.update(RolloutBatch(trajectories, self.engine.version))
         finally:
@@ -113,10 +136,12 @@ class TrainingRun:
         self.totals = {name: figures[name] + self._totals_before.get(name, 0.0) for name in STORE_TOTALS if figures}
         return metrics, timing | figures | self.totals
 
-    def _respond(self, prompts: Sequence[Prompt], requests: Sequence[Request]) -> tuple[list[Trajectory], list[float]]:
+    def _respond(
+        self, prompts: Sequence[Prompt], requests: Sequence[Request], engine: RolloutEngine | None = None
+    ) -> tuple[list[Trajectory], list[float]]:
         """Responses and their rewards. prompts: one a request. Leaves no record behind where it raises."""
         exchanges = self.parts.exchanges({r.request_id: p for r, p in zip(requests, prompts, strict=True)})
-        trajectories = self.engine.generate(requests, on_turn=exchanges)
+        trajectories = (engine or self.engine).generate(requests, on_turn=exchanges)
         try:
             return trajectories, self.parts.score(prompts, trajectories, exchanges)
         except BaseException:
@@ -128,7 +153,8 @@ class TrainingRun:
         self.store.discard(handles)
 
     def evaluate(self, tag: str) -> float | None:
-        """Pass rate on held-out problems, one sampled response each, in the mode's own rollout form.
+        """Pass rate on held-out problems, one sampled response each, by the trainer's weights in the mode's own rollout
+        form, or in the form that it is quantized to after training.
 
         A problem whose prompt does not fit cannot be answered and counts as failed.
         """
@@ -137,9 +163,22 @@ class TrainingRun:
             return None
         prompts, encoded = self.parts.encode(self.task.test_prompts(n))
         requests = self.parts.requests(prompts, 1, f"eval-{tag}", encoded=encoded)
-        trajectories, rewards = self._respond(prompts, requests)
+        engine = self._evaluator()
+        trajectories, rewards = self._respond(prompts, requests, engine)
         self._discard(trajectories)
+        if engine.model.compensation is not None:
+            engine.model.compensation.metrics()  # of this evaluation: the next step's are its own
         return sum(rewards) / n
+
+    def _evaluator(self) -> RolloutEngine:
+        """The rollout's engine where it holds the trainer's weights in the form to evaluate; else another one."""
+        if self.method.deployed is None and not self.past.lag:
+            return self.engine
+        engine = self.parts.make_engine(MemoryStore(), self.parts.evaluated_recipe)
+        engine.update_weights(self.trainer.named_weights(), self.trainer.version)
+        if self.method.calibrated:
+            quantize_calibrated(engine, self.parts, self.trainer.model)
+        return engine
 
     def save(self, directory: Path, facts: dict[str, Any] | None = None) -> None:
         """Writes weights (compute dtype), config and tokenizer as a Hugging Face directory, whole or not at all.

@@ -1,6 +1,47 @@
-"""Every mode of METHODS section 2 that this version runs, one small file each."""
+"""Every mode of docs/methods.md, one small file each."""
 
-from tracefp4.methods import bf16, fp32, naive, qat, trace
-from tracefp4.methods.base import Method, QuantConfig, get_method, list_methods
+from tracefp4.methods import (
+    bf16,
+    fp32,
+    naive,
+    ptq,
+    qarl,
+    qat,
+    quads,
+    resq,
+    score_centering,
+    trace,
+    triage,
+    w4a16,
+)
+from tracefp4.methods.base import (
+    CompensationConfig,
+    Method,
+    MethodConfig,
+    QuantConfig,
+    get_method,
+    list_methods,
+    list_presets,
+)
 
-__all__ = ["Method", "QuantConfig", "bf16", "fp32", "get_method", "list_methods", "naive", "qat", "trace"]
+__all__ = [
+    "CompensationConfig",
+    "Method",
+    "MethodConfig",
+    "QuantConfig",
+    "bf16",
+    "fp32",
+    "get_method",
+    "list_methods",
+    "list_presets",
+    "naive",
+    "ptq",
+    "qarl",
+    "qat",
+    "quads",
+    "resq",
+    "score_centering",
+    "trace",
+    "triage",
+    "w4a16",
+]

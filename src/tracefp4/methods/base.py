@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -11,7 +12,7 @@ from tracefp4.config import StrictModel, did_you_mean
 from tracefp4.errors import TracefpError
 from tracefp4.formats import get_format
 from tracefp4.nn import TrainerForward
-from tracefp4.recipe import QuantRecipe, resolve_guided_layers
+from tracefp4.recipe import Compensation, QuantRecipe, resolve_guided_layers
 
 
 class QuantConfig(StrictModel):
@@ -35,10 +36,51 @@ class QuantConfig(StrictModel):
             get_format(name)  # raises by name
         return name
 
+    @field_validator("kv")
+    @classmethod
+    def _four_bits(cls, name: str) -> str:
+        if name != "none" and get_format(name).element_bits != 4:
+            raise ValueError(f"the KV cache holds four-bit formats, not {name}: set quant.kv to one, or to none")
+        return name
+
+
+class CompensationConfig(StrictModel):
+    """Of ``quads`` and ``resq``. share: of the input channels, by the L2 norm of their residual. select: "channels",
+    one choice for all rows of a rollout step, as the methods are published; "row", each row's own, which does not
+    depend on the batch; "2:4", the two largest of every four values, for which share says nothing."""
+
+    select: Literal["channels", "row", "2:4"] = "channels"
+    share: float = Field(0.5, gt=0, le=1)
+
+
+class MethodConfig(StrictModel):
+    """name: a mode, see ``tracefp4 methods``; "NAME@FORMATS" runs it in other formats (``list_presets``).
+
+    layers, bits, rule: of the record, in place of the guided mode's own (bits: of the NVFP4 record; MX takes its
+    counterpart, see ``Guidance``). Modes that record nothing ignore them. compensation: of the modes that have one.
+    """
+
+    name: str = "trace"
+    layers: Literal["all", "deeper-half", "deeper-quarter", "deeper-eighth"] | None = None
+    bits: float | None = None
+    rule: Literal["cell", "bracket"] | None = None
+    compensation: CompensationConfig = CompensationConfig()
+
+    @field_validator("bits")
+    @classmethod
+    def _known_width(cls, bits: float | None) -> float | None:
+        if bits is not None and bits not in _BITS:
+            raise ValueError(f"method.bits must be one of {', '.join(f'{b:g}' for b in _BITS)}, got {bits:g}")
+        return bits
+
+
+_BITS = (4.5, 1.5, 1.125, 1.0625, 0.5, 0.125)
+
 
 @dataclass(frozen=True)
 class Guidance:
-    """What a guided mode records: layers ("deeper-half" or "all"), bits per NVFP4 value, decoding rule."""
+    """What a guided mode records: layers ("all", "deeper-half", "-quarter" or "-eighth"), bits per NVFP4 value (.5 and
+    .125: scales only), decoding rule."""
 
     layers: str
     bits: float
@@ -49,15 +91,18 @@ class Guidance:
 
         Raises TracefpError where NVFP4 and MX are mixed: a record has one width.
         """
-        mx = {name.startswith("mxfp4") for name in formats}
+        mx = {name.startswith("mx") for name in formats}
         if len(mx) > 1:
             raise TracefpError(
                 f"a guided mode needs quant.activations and quant.kv of one family, got {' and '.join(formats)}"
             )
-        return _MX_BITS[self.bits] if mx == {True} else self.bits
+        if mx != {True}:
+            return self.bits
+        wide = max(get_format(name).element_bits for name in formats)
+        return wide + 0.25 if self.bits > 4 else _MX_BITS[self.bits]
 
 
-_MX_BITS = {1.125: 1.03125, 1.5: 1.25, 4.5: 4.25}
+_MX_BITS = {1.125: 1.03125, 1.0625: 1.03125, 1.5: 1.25, 0.5: 0.25, 0.125: 0.03125}
 
 
 @dataclass(frozen=True)
@@ -65,7 +110,11 @@ class Method:
     """One mode of the trainer.
 
     quantized: the rollout runs in FP4. forward: what the trainer mirrors. guidance: None records nothing. dtype: set
-    where the mode is about the compute dtype of both paths; None takes rollout.dtype and train.dtype.
+    where the mode is about the compute dtype of both paths; None takes rollout.dtype and train.dtype. loss: one of
+    ``tracefp4.train.losses.LOSSES``. formats: parts ("weights", "activations", "kv") whose format the mode itself sets.
+    compensation: the rule of a second product in the rollout. deployed: formats that the policy is quantized to after
+    training, and evaluated in; None evaluates in the rollout's own form. calibrated: that quantization chooses its
+    block scales on calibration data (H-Scale).
     """
 
     name: str
@@ -74,12 +123,17 @@ class Method:
     forward: TrainerForward
     guidance: Guidance | None = None
     dtype: str | None = None
+    loss: str = "grpo"
+    formats: Mapping[str, str] | None = None
+    compensation: Compensation | None = None
+    deployed: Mapping[str, str] | None = None
+    calibrated: bool = False
 
     def recipe(self, quant: QuantConfig, num_layers: int) -> QuantRecipe:
         """The numeric contract of a run of this mode."""
         if not self.quantized:
             return QuantRecipe(num_layers=num_layers)
-        part = {k: None if getattr(quant, k) == "none" else getattr(quant, k) for k in ("weights", "activations", "kv")}
+        part = _parts(quant, self.formats)
         g = self.guidance
         recorded = [name for name in (part["activations"], part["kv"]) if name is not None]
         if g is not None and not recorded:
@@ -92,10 +146,46 @@ class Method:
             guided_layers=resolve_guided_layers(g.layers if g else "none", num_layers),
             bits=g.bits_for(recorded) if g else 1.125,
             rule=g.rule if g else "cell",
+            compensation=self.compensation,
         )
+
+    def deployed_recipe(self, quant: QuantConfig, num_layers: int) -> QuantRecipe:
+        """The form in which the trained policy is evaluated: the rollout's, unless it is quantized after training."""
+        if self.deployed is None:
+            return self.recipe(quant, num_layers)
+        return QuantRecipe(
+            num_layers=num_layers,
+            **_parts(quant, self.deployed),
+            encode_scale=quant.encode_scale,
+            kv_encode_scale=quant.kv_encode_scale,
+        )
+
+    def configured(self, config: MethodConfig) -> Method:
+        """This mode with the settings of ``config`` that concern it."""
+        guidance, compensation = self.guidance, self.compensation
+        if guidance is not None:
+            given = {key: getattr(config, key) for key in ("layers", "bits", "rule")}
+            guidance = replace(guidance, **{key: value for key, value in given.items() if value is not None})
+        if compensation is not None:
+            c = config.compensation
+            compensation = replace(compensation, select=c.select, share=c.share)
+        return replace(self, guidance=guidance, compensation=compensation)
+
+
+def _parts(quant: QuantConfig, formats: Mapping[str, str] | None) -> dict[str, Any]:
+    """Format name of each part, None where it stays unquantized."""
+    named = {part: (formats or {}).get(part, getattr(quant, part)) for part in ("weights", "activations", "kv")}
+    return {part: None if name == "none" else name for part, name in named.items()}
 
 
 _METHODS: dict[str, Method] = {}
+
+_PRESETS = {
+    "nvfp4": {"weights": "nvfp4", "activations": "nvfp4", "kv": "nvfp4"},
+    "mxfp4-w4a4": {"weights": "mxfp4-rceil", "activations": "mxfp4-rceil", "kv": "mxfp4-rceil"},
+    "mxfp4-w4a8": {"weights": "mxfp4-rceil", "activations": "mxfp8-rceil", "kv": "mxfp4-rceil"},
+}
+"""What stands behind the @ of a method's name: formats of weights, activations and KV cache."""
 
 
 def register(method: Method) -> Method:
@@ -106,11 +196,29 @@ def register(method: Method) -> Method:
 
 
 def get_method(name: str) -> Method:
-    """Raises TracefpError with the nearest name for an unknown one."""
-    if name not in _METHODS:
-        raise TracefpError(f"unknown method {name!r}{did_you_mean(name, list(_METHODS))}")
-    return _METHODS[name]
+    """The mode of a name; "NAME@FORMATS" is the mode NAME in the formats of a preset.
+
+    Raises TracefpError with the nearest name for an unknown one.
+    """
+    base, at, preset = name.partition("@")
+    if base not in _METHODS:
+        raise TracefpError(f"unknown method {base!r}{did_you_mean(base, list(_METHODS))}")
+    method = _METHODS[base]
+    if not at:
+        return method
+    if preset not in _PRESETS:
+        raise TracefpError(f"unknown formats {preset!r} in the method {name!r}{did_you_mean(preset, list(_PRESETS))}")
+    if not method.quantized:
+        raise TracefpError(f"method {base} quantizes nothing: name it without @{preset}")
+    # What the mode leaves unquantized (w4a16's activations) stays so.
+    formats = {**_PRESETS[preset], **(method.formats or {})}
+    return replace(method, name=name, description=f"{method.description}, in {preset}", formats=formats)
 
 
 def list_methods() -> list[Method]:
     return list(_METHODS.values())
+
+
+def list_presets() -> list[str]:
+    """The formats that may follow an @."""
+    return list(_PRESETS)

@@ -24,7 +24,8 @@ class TrainerForward:
     """How much of the recipe the trainer's forward mirrors.
 
     weights, activations, kv: fake-quantize that part as the rollout quantizes it. guided: round recorded rows to the
-    rollout's slots; else to nearest. replay: send tokens to the experts the rollout chose (R3).
+    rollout's slots; else to nearest. replay: send tokens to the experts the rollout chose (R3). clipped: no gradient to
+    activations, K and V beyond what their block's scale represents; else the gradient of the identity everywhere.
     """
 
     weights: bool = False
@@ -32,6 +33,7 @@ class TrainerForward:
     kv: bool = False
     guided: bool = False
     replay: bool = True
+    clipped: bool = False
 
 
 @dataclass
@@ -128,11 +130,12 @@ class GuidanceContext:
         if not self.quantizes(site):
             return x_NK
         if guidance is None:
-            return fake_quantize(x_NK, name, own, self.backend)
+            return fake_quantize(x_NK, name, own, self.backend, clipped=self.forward.clipped)
         rule = self.recipe.rule
         if mb is not None and mb.decoded is not None:
             guidance, rule = self._decoded_once(mb.decoded, (site, layer), guidance, x_NK.detach()), "cell"
-        return guided_round(x_NK, guidance, rule, self._recipe_hash, own, self.backend)
+        clipped = self.forward.clipped
+        return guided_round(x_NK, guidance, rule, self._recipe_hash, own, self.backend, clipped=clipped)
 
     def _decoded_once(
         self,
@@ -153,7 +156,7 @@ class GuidanceContext:
         if not self.forward.activations or self.recipe.activations is None:
             return x
         own = self.recipe.site_encode_scale("expert_input")
-        return fake_quantize(x, self.recipe.activations, own, self.backend)
+        return fake_quantize(x, self.recipe.activations, own, self.backend, clipped=self.forward.clipped)
 
     @property
     def weight_format(self) -> str | None:

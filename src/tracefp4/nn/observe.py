@@ -11,10 +11,11 @@ from tracefp4.formats import QuantizedBlocks, get_format
 from tracefp4.guidance import CompactGuidance, decode
 
 
-def slot_index(codes: Tensor) -> Tensor:
-    """Codes 0..15 -> signed slot -7..7 along the E2M1 grid (both zeros are 0)."""
-    magnitude = (codes & 7).short()
-    return torch.where(codes >= 8, -magnitude, magnitude)
+def slot_index(codes: Tensor, element_bits: int = 4) -> Tensor:
+    """Codes 0..15 -> signed slot -7..7 along the E2M1 grid (both zeros are 0); E4M3 bytes likewise -127..127."""
+    sign_bit = 1 << (element_bits - 1)
+    magnitude = (codes & (sign_bit - 1)).short()
+    return torch.where(codes >= sign_bit, -magnitude, magnitude)
 
 
 class SiteObserver:
@@ -68,7 +69,8 @@ class SiteObserver:
     def _compare(
         s: dict[str, Tensor | float], when: str, truth: QuantizedBlocks, truth_values: Tensor, mine: QuantizedBlocks
     ) -> None:
-        step = slot_index(mine.unpacked_codes()) - slot_index(truth.unpacked_codes())
+        bits = truth.element_bits
+        step = slot_index(mine.unpacked_codes(), bits) - slot_index(truth.unpacked_codes(), bits)
         differs = step != 0
         scale_differs = mine.scales != truth.scales
         s[f"differ/{when}"] += differs.sum().double()

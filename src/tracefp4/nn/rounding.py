@@ -3,6 +3,9 @@
 The forward value is the dequantized slot itself, not `x + (v - x)`, which in floating point is another
 number. Each op has two backends of equal bits: plain torch (`guidance.decode`, `Format`), and a Triton kernel that
 reads the packed record and writes nothing but the output.
+
+``clipped=True`` is the other common straight-through rule: no gradient where x lies beyond the largest value that its
+block's scale can represent (and the forward saturates). It is an ablation, computed by torch on every backend.
 """
 
 import importlib.util
@@ -13,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tracefp4.formats import get_format
+from tracefp4.formats import QuantizedBlocks, get_format
 from tracefp4.formats.spec import EncodeScale
 from tracefp4.guidance import CompactGuidance, decode
 from tracefp4.guidance.codec import check_request
@@ -62,6 +65,40 @@ class _StraightThrough(torch.autograd.Function):
         return grads[0], None
 
 
+class _ClippedStraightThrough(torch.autograd.Function):
+    """y = rounding(x)[0], dy/dx = rounding(x)[1]: 1 inside the representable range, 0 outside."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rounding: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
+        y, inside = rounding(x)
+        ctx.save_for_backward(inside)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (inside,) = ctx.saved_tensors
+        return grads[0] * inside, None
+
+
+def _straight_through(x: Tensor, blocks_of: Callable[[Tensor], QuantizedBlocks], clipped: bool) -> Tensor:
+    """The dequantized blocks of x, gradient straight through."""
+
+    def rounding(values: Tensor) -> Tensor:
+        blocks = blocks_of(values)
+        return get_format(blocks.format).dequantize(blocks, dtype=values.dtype)
+
+    def rounding_and_range(values: Tensor) -> tuple[Tensor, Tensor]:
+        blocks = blocks_of(values)
+        fmt = get_format(blocks.format)
+        largest = fmt.element_max * fmt.effective_scale(blocks.scales, blocks.encode_scale)
+        inside = values.float().unflatten(-1, (-1, fmt.block_size)).abs() <= largest[..., None]
+        return fmt.dequantize(blocks, dtype=values.dtype), inside.flatten(-2)
+
+    if clipped:
+        return _ClippedStraightThrough.apply(x, rounding_and_range)
+    return _StraightThrough.apply(x, rounding)
+
+
 def guided_round(
     x: Tensor,
     guidance: CompactGuidance,
@@ -69,6 +106,8 @@ def guided_round(
     recipe_hash: str | None = None,
     own_encode_scale: EncodeScale = "row",
     backend: str = AUTO,
+    *,
+    clipped: bool = False,
 ) -> Tensor:
     """Round the trainer's activations to the slots the rollout picked (TRACE, arXiv 2610.07767).
 
@@ -80,9 +119,8 @@ def guided_round(
     """
     kernel = uses_kernel(backend, guidance.header.format, x) and _own(own_encode_scale)
 
-    def by_torch(values: Tensor) -> Tensor:
-        blocks, _ = decode(guidance, values, rule, recipe_hash, own_encode_scale)
-        return get_format(blocks.format).dequantize(blocks, dtype=values.dtype)
+    def blocks_of(values: Tensor) -> QuantizedBlocks:
+        return decode(guidance, values, rule, recipe_hash, own_encode_scale)[0]
 
     def by_kernel(values: Tensor) -> Tensor:
         check_request(guidance, values, rule, recipe_hash)
@@ -94,7 +132,9 @@ def guided_round(
         args = (here.payload.contiguous(), scale, here.valid, header.format, header.bits, rule, own)
         return guided_round_rows(rows, *args).view(values.shape)
 
-    return _StraightThrough.apply(x, by_kernel if kernel else by_torch)
+    if kernel and not clipped:
+        return _StraightThrough.apply(x, by_kernel)
+    return _straight_through(x, blocks_of, clipped)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -110,7 +150,9 @@ def _own(scale: EncodeScale) -> bool:
     return isinstance(scale, float | int) or (isinstance(scale, Tensor) and scale.ndim == 0)
 
 
-def fake_quantize(x: Tensor, format: str, encode_scale: EncodeScale = "row", backend: str = AUTO) -> Tensor:
+def fake_quantize(
+    x: Tensor, format: str, encode_scale: EncodeScale = "row", backend: str = AUTO, *, clipped: bool = False
+) -> Tensor:
     """Round to nearest in a format and back (vanilla QAT), with the gradient of the identity.
 
     x [..., K], f32 or bf16; format: a name `get_format` knows; encode_scale: what `Format.quantize` takes,
@@ -119,9 +161,9 @@ def fake_quantize(x: Tensor, format: str, encode_scale: EncodeScale = "row", bac
     """
     fmt = get_format(format)
 
-    def by_torch(values: Tensor) -> Tensor:
+    def blocks_of(values: Tensor) -> QuantizedBlocks:
         scale = encode_scale if fmt.scale_kind == "e4m3" else None
-        return fmt.dequantize(fmt.quantize(values, encode_scale=scale), dtype=values.dtype)
+        return fmt.quantize(values, encode_scale=scale)
 
     def by_kernel(values: Tensor) -> Tensor:
         rows = _rows(values)
@@ -130,7 +172,9 @@ def fake_quantize(x: Tensor, format: str, encode_scale: EncodeScale = "row", bac
 
     whole = x.ndim > 0 and x.shape[-1] > 0 and x.shape[-1] % fmt.block_size == 0  # else torch refuses it by name
     kernel = uses_kernel(backend, format, x) and _own(encode_scale) and whole
-    return _StraightThrough.apply(x, by_kernel if kernel else by_torch)
+    if kernel and not clipped:
+        return _StraightThrough.apply(x, by_kernel)
+    return _straight_through(x, blocks_of, clipped)
 
 
 def fake_quantized_matrices(

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 
 from tracefp4.report.runs import TIMING_PREFIX, Run
 
-NOT_QUANTIZED = frozenset({"bf16", "fp32"})
+NOT_QUANTIZED = frozenset({"bf16", "fp32", "ptq:nvfp4", "ptq:4over6", "ptq:hscale"})
 """Methods whose rollout is not in FP4 (tracefp4.methods, which is not imported: it takes torch along)."""
-NOT_ROUNDED = frozenset({"naive"})
-"""Quantized methods whose trainer does not round, so that nothing is "after"."""
-NOT_GUIDED = frozenset({"naive", "qat"})
+NOT_ROUNDED = frozenset({"naive", "quads", "w4a16"})
+"""Quantized methods whose trainer does not round activations and KV, so that nothing is "after"."""
+NOT_GUIDED = frozenset(
+    {"naive", "qat", "qarl", "quads", "quads-kv", "resq", "score_centering", "triage", "w4a16", "w4a16-kv"}
+)
 """Quantized methods that record nothing."""
 
 ALIASES = frozenset(
@@ -187,7 +189,7 @@ def other_plots(metrics: Iterable[str]) -> list[Plot]:
 
 def why_absent(metric: str, run: Run) -> str:
     """The reason a run lacks a metric, as a clause: 'the rollout is not quantized'."""
-    method = run.method
+    method = run.method.partition("@")[0]  # what follows an @ names formats
     if metric.startswith(TIMING_PREFIX):
         return "not in timing.jsonl"
     if metric == PASS_RATE:

@@ -74,7 +74,7 @@ def render(groups: Sequence[Group], sections: Sequence[FigureSection]) -> str:
     return environment.get_template(REPORT).render(
         title=f"tracefp4 report: {', '.join(dict.fromkeys(group.label for group in groups))}",
         summary=_summary(groups),
-        css=Markup(_page("report.css") + _colour_rules()),
+        css=Markup(styles()),
         js=Markup(_page("report.js")),
         findings=findings(groups),
         checks=CHECKS,
@@ -124,6 +124,11 @@ def _short_seeds(group: Group) -> Iterator[str]:
 def _legend(group: Group) -> str:
     seeds = [str(run.seed) for run in group.runs if run.seed is not None]
     return f"{group.label}, seed{'' if len(seeds) == 1 else 's'} {', '.join(seeds)}" if seeds else group.label
+
+
+def styles() -> str:
+    """The style sheet of the page and its figures."""
+    return _page("report.css") + _colour_rules()
 
 
 def _colour_rules() -> str:

@@ -35,6 +35,11 @@ class BlockManager:
                 raise RuntimeError("the KV cache has no free page")
             seq.block_table.append(self._free.popleft())
 
+    def reserve(self, seq: Sequence, num_rows: int) -> None:
+        """Gives the sequence pages for rows [0, num_rows) as far as some are free."""
+        for _ in range(min(self.num_free, self.pages_for(num_rows) - len(seq.block_table))):
+            seq.block_table.append(self._free.popleft())
+
     def release(self, seq: Sequence) -> None:
         self._free.extend(seq.block_table)
         seq.block_table.clear()

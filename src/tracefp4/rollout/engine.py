@@ -3,53 +3,43 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 
-from tracefp4.config import StrictModel
 from tracefp4.errors import TracefpError
 from tracefp4.formats import get_format
 from tracefp4.guidance import full_bits
 from tracefp4.guidance.recorder import SlotRecorder
 from tracefp4.guidance.store import GuidanceStore, MemoryStore
+from tracefp4.guidance.stream import GatheredRows
 from tracefp4.recipe import QuantRecipe
 from tracefp4.rollout.block_manager import BlockManager
+from tracefp4.rollout.config import RolloutConfig, resolve
+from tracefp4.rollout.head import keep_heads, take_head
+from tracefp4.rollout.kernel_executor import KernelExecutor
+from tracefp4.rollout.kernel_model import KernelModel
 from tracefp4.rollout.kv_pool import make_kv_pool
+from tracefp4.rollout.memory import plan
 from tracefp4.rollout.model import Captured, ModelShape, RolloutModel, StepInput
+from tracefp4.rollout.native import NativeModel, find_provider
 from tracefp4.rollout.sampler import sample
 from tracefp4.rollout.scheduler import Scheduled, Scheduler
-from tracefp4.rollout.sequence import Sequence
+from tracefp4.rollout.sequence import Sequence, Status
 from tracefp4.types import GuidanceHandle, OnTurn, Request, Trajectory
-
-
-class RolloutConfig(StrictModel):
-    """Sizes of the engine.
-
-    dtype: compute dtype of everything that is not FP4. max_num_seqs: sequences decoded together.
-    max_tokens_per_step: prefill rows per step; longer prompts are chunked. page_size: slots of a cache page.
-    num_pages: cache pages; 0 sizes the cache so that max_num_seqs sequences of max_model_len fit.
-    max_model_len: prompt plus response tokens of one sequence.
-    """
-
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    max_num_seqs: int = Field(128, ge=1)
-    max_tokens_per_step: int = Field(4096, ge=1)
-    page_size: int = Field(16, ge=1)
-    num_pages: int = Field(0, ge=0)
-    max_model_len: int = Field(256, ge=2)
 
 
 class RolloutEngine:
     """Turns requests into trajectories. ``step`` is the whole engine: schedule, run, sample, record.
 
-    hf_config: a transformers config (its sizes are read, none of its code runs). recipe: what is quantized and
-    what is recorded. store: where records go; a MemoryStore by default. Weights arrive by ``update_weights``.
+    hf_config: a transformers config (its sizes are read, none of its code runs), or a ModelShape. recipe: what is
+    quantized and what is recorded. store: where records go; a MemoryStore by default. Weights arrive by
+    ``update_weights``. kernel_model: runs the forward in place of a model of the engine's own, unless in plain torch.
     """
 
     def __init__(
@@ -59,12 +49,13 @@ class RolloutEngine:
         config: RolloutConfig | None = None,
         store: GuidanceStore | None = None,
         device: str = "cpu",
+        kernel_model: KernelModel | None = None,
     ) -> None:
-        self.config = config or RolloutConfig()
+        self.shape = hf_config if isinstance(hf_config, ModelShape) else ModelShape.from_hf(hf_config)
+        self.config = resolve(config or RolloutConfig(), device, self.shape, recipe)
         self.recipe = recipe
         self.store: GuidanceStore = MemoryStore() if store is None else store
         self.device = device
-        self.shape = ModelShape.from_hf(hf_config)
         if recipe.num_layers != self.shape.layers:
             raise TracefpError(f"the recipe is for {recipe.num_layers} layers, the checkpoint has {self.shape.layers}")
         if self.config.max_model_len > self.shape.max_positions:
@@ -72,29 +63,40 @@ class RolloutEngine:
                 f"rollout.max_model_len {self.config.max_model_len} exceeds the checkpoint's "
                 f"max_position_embeddings {self.shape.max_positions}"
             )
-        self.model = RolloutModel(self.shape, recipe, getattr(torch, self.config.dtype), device)
         self._version = -1
         c = self.config
+        dtype = getattr(torch, c.dtype)
         per_seq = -(-c.max_model_len // c.page_size)
-        num_pages = c.num_pages or c.max_num_seqs * per_seq
-        slots = num_pages * c.page_size
         self._check_widths()
+        num_pages = plan(self.shape, recipe, c).pages if c.memory_gb else c.num_pages or c.max_num_seqs * per_seq
+        slots = num_pages * c.page_size
         self._check_memory(slots)
         self.blocks = BlockManager(num_pages, c.page_size)
         self.scheduler = Scheduler(self.blocks, c.max_num_seqs, c.max_tokens_per_step)
+        self._by_id: dict[str, Sequence] = {}
+        self._ended: list[Trajectory] = []
+        self._ending: deque[tuple[Sequence, GatheredRows | None, GatheredRows | None]] = deque()
+        self.kernels: KernelExecutor | None = None
+        if c.backend != "torch":
+            if kernel_model is None and c.backend == "native":
+                kernel_model = NativeModel(self.shape, recipe, dtype, device, find_provider(device))
+            kernel_model = kernel_model or KernelModel(self.shape, recipe, dtype, device)
+            self.model: RolloutModel = kernel_model
+            self.kernels = KernelExecutor(kernel_model, recipe, c, num_pages)
+            return
+        self.model = RolloutModel(self.shape, recipe, dtype, device)
         kv_scale = recipe.site_encode_scale("key")
         self.pool = make_kv_pool(
             self.shape.layers,
             slots,
             self.shape.kv_heads,
             self.shape.head_dim,
-            self.model.dtype,
+            dtype,
             recipe.kv,
             float(kv_scale) if kv_scale is not None else None,
             device,
         )
         self._make_recorders(slots)
-        self._by_id: dict[str, Sequence] = {}
 
     def _check_widths(self) -> None:
         """Refuses widths that do not split into whole blocks, by the checkpoint's own names for them."""
@@ -111,7 +113,7 @@ class RolloutEngine:
     def _check_memory(self, slots: int) -> None:
         """Refuses a cache larger than the machine's memory, which would end the process instead of failing."""
         s = self.shape
-        bits = 4.5 if self.recipe.kv is not None else 8 * self.model.dtype.itemsize
+        bits = 4.5 if self.recipe.kv is not None else 8 * getattr(torch, self.config.dtype).itemsize
         need = slots * s.layers * 2 * s.kv_heads * s.head_dim * bits / 8
         if self.device in ("cpu", "meta"):  # meta: nothing is allocated, the limits are checked all the same
             have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -139,13 +141,12 @@ class RolloutEngine:
     def _probe_recorder(self) -> SlotRecorder | None:
         """A recorder of full codes in all layers; made when the first request asks for it, since it is large.
 
-        Full codes take 4.25 bits a value in MX formats and 4.5 in the others; a record has one width, so a recipe that
-        mixes them has no probe.
+        Each site keeps the full width of its own format.
         """
-        full = {full_bits(name) for name in (self.recipe.activations, self.recipe.kv) if name}
-        if len(full) != 1:
+        full = [full_bits(name) for name in (self.recipe.activations, self.recipe.kv) if name]
+        if not full:
             return None
-        return SlotRecorder(self.recipe, range(self.shape.layers), full.pop(), self._slots, self._widths, self.device)
+        return SlotRecorder(self.recipe, range(self.shape.layers), max(full), self._slots, self._widths, self.device)
 
     # -- weights ----------------------------------------------------------------------------------------------
 
@@ -162,8 +163,16 @@ class RolloutEngine:
         """
         if version <= self._version:
             raise TracefpError(f"policy version must rise: the engine holds {self._version}, the update is {version}")
+        if self.kernels is not None:
+            self.kernels.runner.drop()
         self.model.load(weights)
         self._version = version
+
+    def _check_ready(self) -> None:
+        if self._version < 0 and not self.model.broken:
+            raise TracefpError("the engine has no weights yet; call update_weights first")
+        if self.model.broken:
+            raise TracefpError("the last weight update broke off halfway; call update_weights again")
 
     # -- requests ---------------------------------------------------------------------------------------------
 
@@ -188,7 +197,14 @@ class RolloutEngine:
                 f"request {request.request_id} needs {self.blocks.pages_for(total)} cache pages of {c.page_size}, "
                 f"the engine has {self.blocks.num_pages}; raise rollout.num_pages"
             )
-        if request.probe and self.probe is None:
+        if request.sampling.top_logprobs and self.kernels is not None:
+            raise TracefpError(
+                f"request {request.request_id} asks for the rollout's likeliest tokens, which rollout.backend "
+                f'"{c.backend}" does not keep: set rollout.backend="torch"'
+            )
+        if request.probe and self.kernels is not None:
+            self.kernels.expect_probes()
+        elif request.probe and self.probe is None:
             self.probe = self._probe_recorder()
         seq = Sequence(request)
         self._by_id[request.request_id] = seq
@@ -203,22 +219,43 @@ class RolloutEngine:
         if request_id not in self._by_id:
             raise TracefpError(f"request id {request_id} is not in the engine")
         seq = self._by_id[request_id]
-        seq.finish_reason = "abort"
-        return self._finish(seq)
+        if seq.status is not Status.FINISHED:
+            seq.finish_reason = "abort"
+            self._finish(seq)
+        self._collect(wait=True)
+        (own,) = [t for t in self._ended if t.request_id == request_id]
+        self._ended.remove(own)
+        return own
 
     # -- the step ---------------------------------------------------------------------------------------------
 
     def step(self, on_turn: OnTurn | None = None) -> list[Trajectory]:
         """One step of the engine; returns the trajectories that ended in it. on_turn: asked where a turn ended."""
-        if self._version < 0:
-            raise TracefpError("the engine has no weights yet; call update_weights first")
+        self._check_ready()
         batch = self.scheduler.schedule()
-        if not batch:
-            return []
+        if batch:
+            self._sample(batch, self._run(batch), on_turn)
+        self._collect(wait=not self.scheduler.unfinished)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _run(self, batch: list[Scheduled]) -> list[tuple[int, float]]:
+        """Forwards and records the batch; (token, log-prob) of every sequence whose rows are complete."""
+        if self.kernels is not None:
+            for s in batch:  # the slot of the token to come, so that the next step can be launched at once
+                seq, last = s.seq, s.seq.num_prompt + s.seq.request.sampling.max_new_tokens
+                self.blocks.reserve(seq, min(len(seq.tokens) + 1, last))
+            return self.kernels.run(batch)
         step = self._prepare(batch)
         logits, captured = self.model.forward(step, self.pool)
         self._record(batch, step, captured)
-        return self._sample(batch, logits, on_turn)
+        seqs = [s.seq for s in batch if s.samples]
+        if not seqs:
+            return []
+        positions = torch.tensor([len(s.tokens) for s in seqs], device=logits.device)
+        ids, logprobs = sample(logits, [s.request.sampling for s in seqs], positions)
+        keep_heads(seqs, logits)
+        return list(zip(ids.tolist(), logprobs.tolist(), strict=True))
 
     def generate(
         self,
@@ -250,6 +287,8 @@ class RolloutEngine:
             for seq in self._by_id.values():
                 self.scheduler.finish(seq, "abort")
             self._by_id.clear()
+            self._ending.clear()
+            self._ended.clear()
             # By id: a sequence that ended in the very step that raised has a record, but no trajectory yet.
             names = [name for i in added for name in (i, f"{i}/probe")]
             self.store.discard([GuidanceHandle(name, 0, self.recipe.hash) for name in names])
@@ -294,14 +333,9 @@ class RolloutEngine:
         if captured.experts is not None:
             self._experts.index_copy_(0, step.slots, captured.experts)
 
-    def _sample(self, batch: list[Scheduled], logits: Tensor, on_turn: OnTurn | None) -> list[Trajectory]:
-        """Draws a token for every sequence whose rows are complete; returns the trajectories that end with it."""
+    def _sample(self, batch: list[Scheduled], drawn: list[tuple[int, float]], on_turn: OnTurn | None) -> None:
+        """Hands every sequence its token, and ends those whose response is over."""
         seqs = [s.seq for s in batch if s.samples]
-        drawn: list[tuple[int, float]] = []
-        if seqs:
-            positions = torch.tensor([len(s.tokens) for s in seqs], device=logits.device)
-            ids, logprobs = sample(logits, [s.request.sampling for s in seqs], positions)
-            drawn = list(zip(ids.tolist(), logprobs.tolist(), strict=True))
         # Settled only now: where sampling raises, the same rows simply run again.
         for s in batch:
             s.seq.num_computed = s.stop
@@ -310,7 +344,9 @@ class RolloutEngine:
             seq.append(token, logprob, self._version)
             if on_turn is not None and seq.finish_reason == "stop":
                 self._ask(seq, on_turn)
-        return [self._finish(s) for s in seqs if s.finish_reason]
+        for seq in seqs:
+            if seq.finish_reason:
+                self._finish(seq)
 
     def _ask(self, seq: Sequence, on_turn: OnTurn) -> None:
         """Appends the environment's answer to the turn that just ended, where it has one."""
@@ -324,16 +360,54 @@ class RolloutEngine:
             )
         seq.continue_with(list(reply))
 
-    def _finish(self, seq: Sequence) -> Trajectory:
-        """Gathers the record, then releases the pages."""
+    def _finish(self, seq: Sequence) -> None:
+        """Asks for the record, then releases the pages; the trajectory follows in ``_collect``."""
         # A sampled token that was never forwarded has no row; an aborted sequence may lack more.
         rows = seq.num_computed
         if seq.finish_reason != "abort" and rows != len(seq.tokens) - 1:
             raise AssertionError(f"{seq.request.request_id}: {rows} rows for {len(seq.tokens)} tokens")
-        slots = torch.tensor(self.blocks.slots(seq, 0, rows), dtype=torch.int64, device=self.device)
+        slots = torch.tensor(self.blocks.slots(seq, 0, rows), dtype=torch.int64)
+        if self.kernels is None:
+            self._end(seq, *self._records(seq, slots.to(self.device)))
+        else:
+            probe = self.kernels.probe if seq.request.probe else None
+            gathered = [r.gather(slots) if r is not None else None for r in (self.kernels.recorder, probe)]
+            self._ending.append((seq, gathered[0], gathered[1]))
+        self.scheduler.finish(seq, seq.finish_reason or "abort")
+
+    def _collect(self, wait: bool) -> None:
+        """Ends sequences whose records have reached the host. wait: all of them."""
+        if self.kernels is not None:
+            self.kernels.poll(wait)
+        while self._ending and all(r is None or r.ready for r in self._ending[0][1:]):
+            seq, own, probe = self._ending.popleft()
+            name, rows = seq.request.request_id, self._row_fields(seq)
+            has_experts = own is not None and own.layout.routed[0]
+            guided = own is not None and own.layout.sizes
+            self._end(
+                seq,
+                own.experts() if own is not None and has_experts else None,
+                self.store.put(name, own.guidance(*rows)) if own is not None and guided else None,
+                self.store.put(f"{name}/probe", probe.guidance(*rows)) if probe is not None else None,
+            )
+
+    def _records(
+        self, seq: Sequence, slots: Tensor
+    ) -> tuple[Tensor | None, GuidanceHandle | None, GuidanceHandle | None]:
+        """(experts of the rows, record, probe) by slot, of the torch backend."""
+        name = seq.request.request_id
+        experts = self._experts[slots].cpu() if self._experts.shape[1] else None
+        probe = self._store(seq, self.probe, slots, f"{name}/probe") if seq.request.probe else None
+        return experts, self._store(seq, self.recorder, slots, name), probe
+
+    def _end(
+        self, seq: Sequence, experts: Tensor | None, guidance: GuidanceHandle | None, probe: GuidanceHandle | None
+    ) -> None:
+        """experts: of the rows there are."""
         row_versions = torch.tensor(seq.row_versions, dtype=torch.int32)
-        missing = len(seq.tokens) - 1 - rows
-        experts = self._experts[slots].cpu() if self._experts.shape[1] and not missing else None
+        missing = len(seq.tokens) - 1 - len(row_versions)
+        if missing:
+            experts = None
         if experts is not None:
             experts[: seq.num_recomputed] = -1  # two passes chose them; neither is right for all later tokens
         trajectory = Trajectory(
@@ -346,20 +420,22 @@ class RolloutEngine:
             routed_experts=experts,
             finish_reason=seq.finish_reason or "abort",
             sampled=None if all(seq.sampled) else torch.tensor(seq.sampled),
-            guidance=self._store(seq, self.recorder, slots, row_versions, seq.request.request_id),
-            probe=self._store(seq, self.probe, slots, row_versions, f"{seq.request.request_id}/probe")
-            if seq.request.probe
-            else None,
+            guidance=guidance,
+            probe=probe,
+            head=take_head(seq),
         )
-        self.scheduler.finish(seq, trajectory.finish_reason)
         del self._by_id[seq.request.request_id]
-        return trajectory
+        self._ended.append(trajectory)
+
+    def _row_fields(self, seq: Sequence) -> tuple[Tensor, Tensor, Tensor]:
+        """(token ids int32, versions int32, valid bool) of the rows there are."""
+        n = seq.num_computed
+        tokens = torch.tensor(seq.tokens[:n], dtype=torch.int32)
+        return tokens, torch.tensor(seq.row_versions, dtype=torch.int32), torch.arange(n) >= seq.num_recomputed
 
     def _store(
-        self, seq: Sequence, recorder: SlotRecorder | None, slots: Tensor, versions: Tensor, sample_id: str
+        self, seq: Sequence, recorder: SlotRecorder | None, slots: Tensor, sample_id: str
     ) -> GuidanceHandle | None:
         if recorder is None:
             return None
-        tokens = torch.tensor(seq.tokens[: len(slots)], dtype=torch.int32)
-        valid = torch.arange(len(slots)) >= seq.num_recomputed
-        return self.store.put(sample_id, recorder.gather(slots, tokens, versions, valid))
+        return self.store.put(sample_id, recorder.gather(slots, *self._row_fields(seq)))

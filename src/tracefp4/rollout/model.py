@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +20,13 @@ from torch import Tensor
 
 from tracefp4.errors import TracefpError
 from tracefp4.formats import QuantizedBlocks, get_format
-from tracefp4.kernels.grouped_experts import ExpertMatrices, Routing, grouped_linear
+from tracefp4.kernels.decoder_ops import rms_norm, rotate
+from tracefp4.kernels.grouped_experts import ExpertMatrices, PackedExperts, Routing, grouped_linear
 from tracefp4.kernels.paged_attention import paged_attention
 from tracefp4.recipe import QuantRecipe, quantize_expert_weights
+from tracefp4.rollout.compensation import ResidualCompensation
 from tracefp4.rollout.kv_pool import KVPool
+from tracefp4.rollout.weights import Take, check_weights, tensors_of
 
 
 @dataclass(frozen=True)
@@ -132,8 +135,24 @@ class Captured:
     experts: Tensor | None
 
 
+@dataclass(frozen=True)
+class NativeExperts:
+    """A stacked projection as FP4 matrix units read it: codes uint8 [E, O, I/2]; scales uint8 [E, bytes], see
+    ``tracefp4.rollout.native.blocked_scales``; epilogue f32 [E], 1/S of each expert."""
+
+    codes: Tensor
+    scales: Tensor
+    epilogue: Tensor
+
+
+Experts = ExpertMatrices | PackedExperts | NativeExperts | Tensor
+"""A stacked projection: as the torch path reads it, packed or BF16 as the kernels do, or as FP4 matrix units do."""
+
+
 @dataclass
-class _Layer:
+class Layer:
+    """Weights of one decoder layer."""
+
     input_norm: Tensor
     qkv: Tensor
     q_norm: Tensor
@@ -141,28 +160,14 @@ class _Layer:
     o: Tensor
     post_norm: Tensor
     router: Tensor | None = None
-    gate_up: ExpertMatrices | None = None
-    down: ExpertMatrices | None = None
+    gate_up: Experts | None = None
+    down: Experts | None = None
     dense_gate_up: Tensor | None = None
     dense_down: Tensor | None = None
 
 
-class _Take(Protocol):
-    def __call__(self, name: str, *size: int) -> Tensor: ...
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x * rsqrt(mean(x^2) + eps) * weight in FP32, rounded once to x's dtype."""
-    y = x.float()
-    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
-    return (y * weight.float()).to(x.dtype)
-
-
-def rotate(x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor) -> Tensor:
-    """Rotary embedding (half-split layout) with FP32 tables [N, D/2]."""
-    x1, x2 = x_NHD.float().chunk(2, dim=-1)
-    cos, sin = cos_ND[:, None], sin_ND[:, None]
-    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(x_NHD.dtype)
+PARTS = ("gate_up", "down")
+"""Quantized projections of a layer."""
 
 
 class RolloutModel:
@@ -173,88 +178,74 @@ class RolloutModel:
         half = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
         angles = torch.arange(shape.max_positions, dtype=torch.float32)[:, None] * (1.0 / shape.rope_theta**half)
         self._cos, self._sin = angles.cos().to(device), angles.sin().to(device)
-        self._layers: list[_Layer] = []
+        self._layers: list[Layer] = []
+        self._embed = self._norm = self._head = torch.empty(0)
+        self.broken = False
+        self.compensation = ResidualCompensation.of(recipe)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Takes all weights under their transformers names and quantizes the experts.
 
         Nothing is replaced unless every tensor is there with its right shape: raises TracefpError naming the first
         that is missing, misshapen or not finite. Unknown names are refused too, so that a renamed layer cannot
-        leave old weights in place.
+        leave old weights in place. The tensors are copied: the trainer goes on changing its own.
         """
-        given = {name: w.detach().to(self.device, self.dtype) for name, w in weights}
-        taken: set[str] = set()
+        given = {name: w.detach().to(self.device, self.dtype, copy=True) for name, w in weights}
+        check_weights(given, self.shape, self.dtype)
+        self.fill(given.__getitem__)
 
-        def take(name: str, *size: int) -> Tensor:
-            if name not in given:
-                raise TracefpError(f"weight {name} is missing from the update")
-            w = given[name]
-            if tuple(w.shape) != size:
-                raise TracefpError(f"weight {name} has shape {tuple(w.shape)}, the model needs {size}")
-            if not bool(torch.isfinite(w).all()):
-                raise TracefpError(f"weight {name} holds NaN or Inf; the update is refused")
-            taken.add(name)
-            return w
-
+    @torch.no_grad()
+    def fill(self, take: Take) -> None:
+        """Replaces all weights by those that ``take`` gives, which are kept where they need no other form."""
         s = self.shape
-        embed = take("model.embed_tokens.weight", s.vocab, s.hidden)
+        embed = take("model.embed_tokens.weight")
         layers = [self._load_layer(i, take) for i in range(s.layers)]
-        norm = take("model.norm.weight", s.hidden)
-        if s.tied_embeddings:
-            head = embed
-            if "lm_head.weight" in given and not given["lm_head.weight"].equal(embed):
-                raise TracefpError(
-                    "weight lm_head.weight differs from the embedding it is tied to by the model's config"
-                )
-            taken.add("lm_head.weight")
-        else:
-            head = take("lm_head.weight", s.vocab, s.hidden)
-        unknown = sorted(set(given) - taken)
-        if unknown:
-            raise TracefpError(f"weight {unknown[0]} is not part of this model ({len(unknown)} unknown names)")
-        # Copies: the trainer goes on changing its own tensors while the rollout reads these.
-        self._embed, self._norm, self._head = embed.clone(), norm.clone(), head.clone()
-        self._layers = layers
+        norm = take("model.norm.weight")
+        head = embed if s.tied_embeddings else take("lm_head.weight")
+        self._embed, self._layers, self._norm, self._head = embed, layers, norm, head
 
-    def _load_layer(self, i: int, take: _Take) -> _Layer:
+    @property
+    def weight_tensors(self) -> list[Tensor]:
+        """All weights in the form the engine reads; a tied head is the embedding."""
+        own = [self._embed, self._norm, self._layers, None if self.shape.tied_embeddings else self._head]
+        return [t for part in own for t in tensors_of(part)]
+
+    def _load_layer(self, i: int, take: Take) -> Layer:
         s, p = self.shape, f"model.layers.{i}"
-        q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
         a = f"{p}.self_attn"
-        layer = _Layer(
-            input_norm=take(f"{p}.input_layernorm.weight", s.hidden).clone(),
-            qkv=torch.cat(
-                [
-                    take(f"{a}.q_proj.weight", q, s.hidden),
-                    take(f"{a}.k_proj.weight", kv, s.hidden),
-                    take(f"{a}.v_proj.weight", kv, s.hidden),
-                ]
-            ),
-            q_norm=take(f"{a}.q_norm.weight", s.head_dim).clone(),
-            k_norm=take(f"{a}.k_norm.weight", s.head_dim).clone(),
-            o=take(f"{a}.o_proj.weight", s.hidden, q).clone(),
-            post_norm=take(f"{p}.post_attention_layernorm.weight", s.hidden).clone(),
+        layer = Layer(
+            input_norm=take(f"{p}.input_layernorm.weight"),
+            qkv=torch.cat([take(f"{a}.{x}_proj.weight") for x in "qkv"]),
+            q_norm=take(f"{a}.q_norm.weight"),
+            k_norm=take(f"{a}.k_norm.weight"),
+            o=take(f"{a}.o_proj.weight"),
+            post_norm=take(f"{p}.post_attention_layernorm.weight"),
         )
         if s.dense_model or i in s.dense_layers:
-            gate = take(f"{p}.mlp.gate_proj.weight", s.dense_width, s.hidden)
-            up = take(f"{p}.mlp.up_proj.weight", s.dense_width, s.hidden)
-            gate_up, down = torch.cat([gate, up]), take(f"{p}.mlp.down_proj.weight", s.hidden, s.dense_width)
+            gate_up = torch.cat([take(f"{p}.mlp.gate_proj.weight"), take(f"{p}.mlp.up_proj.weight")])
+            down = take(f"{p}.mlp.down_proj.weight")
             if s.dense_model:
                 layer.gate_up, layer.down = self._expert_matrices(gate_up[None]), self._expert_matrices(down[None])
             else:
-                layer.dense_gate_up, layer.dense_down = gate_up, down.clone()
+                layer.dense_gate_up, layer.dense_down = gate_up, down
             return layer
-        layer.router = take(f"{p}.mlp.gate.weight", s.experts, s.hidden).clone()
-        gate_up = take(f"{p}.mlp.experts.gate_up_proj", s.experts, 2 * s.expert_width, s.hidden)
-        down = take(f"{p}.mlp.experts.down_proj", s.experts, s.hidden, s.expert_width)
-        layer.gate_up, layer.down = self._expert_matrices(gate_up), self._expert_matrices(down)
+        layer.router = take(f"{p}.mlp.gate.weight")
+        layer.gate_up = self._expert_matrices(take(f"{p}.mlp.experts.gate_up_proj"))
+        layer.down = self._expert_matrices(take(f"{p}.mlp.experts.down_proj"))
         return layer
 
-    def _expert_matrices(self, w_EOI: Tensor) -> ExpertMatrices:
+    def _expert_matrices(self, w_EOI: Tensor) -> Experts:
         if self.recipe.weights is not None:
             return ExpertMatrices.quantized(quantize_expert_weights(w_EOI, self.recipe.weights, self.recipe.pow2))
         # Unquantized weights beside quantized activations: the products still run on FP32 operands.
         dtype = torch.float32 if self.recipe.activations is not None else self.dtype
-        return ExpertMatrices(w_EOI.to(dtype).clone())
+        return ExpertMatrices(w_EOI.to(dtype))
+
+    def replace_experts(self, i: int, part: str, blocks: QuantizedBlocks) -> None:
+        """Other quantized weights [E, out, in] for "gate_up" or "down" of layer i: of quantizers that see more than the
+        weights. The next ``load`` quantizes by the recipe again."""
+        assert part in PARTS
+        setattr(self._layers[i], part, ExpertMatrices.quantized(blocks))
 
     @torch.no_grad()
     def forward(self, step: StepInput, pool: KVPool) -> tuple[Tensor, Captured]:
@@ -282,7 +273,7 @@ class RolloutModel:
         return F.linear(h[step.last_rows], self._head), captured
 
     def _attention(
-        self, i: int, layer: _Layer, h_NH: Tensor, step: StepInput, pool: KVPool, captured: Captured
+        self, i: int, layer: Layer, h_NH: Tensor, step: StepInput, pool: KVPool, captured: Captured
     ) -> Tensor:
         s = self.shape
         N = h_NH.shape[0]
@@ -311,12 +302,12 @@ class RolloutModel:
         flat[pad[real]] = out.flatten(2)[real]
         return F.linear(flat, layer.o)
 
-    def _dense(self, layer: _Layer, h_NH: Tensor) -> Tensor:
+    def _dense(self, layer: Layer, h_NH: Tensor) -> Tensor:
         assert layer.dense_gate_up is not None
         assert layer.dense_down is not None
         return F.linear(_silu_mul(F.linear(h_NH, layer.dense_gate_up)), layer.dense_down)
 
-    def _moe(self, i: int, layer: _Layer, h_NH: Tensor, captured: Captured) -> tuple[Tensor, Tensor]:
+    def _moe(self, i: int, layer: Layer, h_NH: Tensor, captured: Captured) -> tuple[Tensor, Tensor]:
         s = self.shape
         assert layer.router is not None
         probs = torch.softmax(F.linear(h_NH, layer.router), dim=-1, dtype=torch.float32)
@@ -332,7 +323,7 @@ class RolloutModel:
         y = (y.view(-1, s.experts_per_token, s.hidden).float() * gates[..., None]).sum(1)
         return y.to(self.dtype), chosen
 
-    def _one_expert(self, i: int, layer: _Layer, h_NH: Tensor, captured: Captured) -> Tensor:
+    def _one_expert(self, i: int, layer: Layer, h_NH: Tensor, captured: Captured) -> Tensor:
         """A dense model's MLP: the expert of every token, with nothing to route or weigh."""
         x, x_scale = self._expert_input(i, h_NH, captured)
         return self._products(layer, x, x_scale, (h_NH.shape[0],))
@@ -343,10 +334,10 @@ class RolloutModel:
             captured.blocks["expert_input", i] = blocks
         return x, x_scale
 
-    def _products(self, layer: _Layer, x_MH: Tensor, x_scale_M1: Tensor | None, counts: tuple[int, ...]) -> Tensor:
+    def _products(self, layer: Layer, x_MH: Tensor, x_scale_M1: Tensor | None, counts: tuple[int, ...]) -> Tensor:
         """Gate/up and down projections of dispatched rows, [M, H] in the compute dtype."""
-        assert layer.gate_up is not None
-        assert layer.down is not None
+        assert isinstance(layer.gate_up, ExpertMatrices)
+        assert isinstance(layer.down, ExpertMatrices)
         up = grouped_linear(x_MH, x_scale_M1, layer.gate_up, counts)
         a, a_scale, _ = self._operand(_silu_mul(up.to(self.dtype)))
         return grouped_linear(a, a_scale, layer.down, counts).to(self.dtype)
@@ -359,6 +350,8 @@ class RolloutModel:
         fmt = get_format(r.activations)
         blocks = fmt.quantize(x, encode_scale=r.site_encode_scale("expert_input"))
         operand, epilogue = fmt.operands(blocks, dtype=torch.float32)
+        if self.compensation is not None:
+            operand, epilogue = self.compensation.operand(x, blocks, operand, epilogue)
         return operand, epilogue, blocks
 
 

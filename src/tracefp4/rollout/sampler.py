@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tracefp4.kernels.sampling import draw_tokens
+from tracefp4.kernels.sampling.ref import invert, scaled_logprobs
 from tracefp4.types import SamplingParams
 
 _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
@@ -32,34 +35,68 @@ def counter_uniform(seeds: Tensor, counters: Tensor) -> Tensor:
     return _shift_right(z, 11).double() * 2.0**-53
 
 
-def sample(logits_BV: Tensor, params: Sequence[SamplingParams], positions: Tensor) -> tuple[Tensor, Tensor]:
+def sample(
+    logits_BV: Tensor, params: Sequence[SamplingParams], positions: Tensor, backend: str = "torch"
+) -> tuple[Tensor, Tensor]:
     """One token per row: (ids int64 [B], log-probs f32 [B]).
 
     positions int64 [B]: absolute position that the new token takes. The log-prob is taken under the
     temperature-scaled distribution before top-p (greedy: temperature 1). Raises FloatingPointError when a row has
     a NaN, +Inf or no finite logit: sampling on would only hide a broken forward.
     """
-    logits = logits_BV.float()
-    top = logits.amax(-1, keepdim=True)  # NaN where the row holds one
-    if not bool(torch.isfinite(top).all()):
-        raise FloatingPointError("the rollout's logits are not finite; check the weights of the last update")
-    # However small the temperature, the largest scaled logit is 0 and the others are at worst -Inf.
-    least = torch.finfo(torch.float32).tiny
-    temperature = torch.tensor([max(p.temperature or 1.0, least) for p in params], device=logits.device)
-    logprobs = torch.log_softmax((logits - top) / temperature[:, None], dim=-1)
-    probs = logprobs.double().exp()
-    if any(p.top_p < 1 for p in params):
-        probs = _nucleus(probs, torch.tensor([p.top_p for p in params], dtype=torch.float64, device=logits.device))
-    seeds = torch.tensor([p.seed for p in params], dtype=torch.int64, device=logits.device)
-    cdf = probs.cumsum(-1)
-    u = counter_uniform(seeds, positions) * cdf[:, -1]
-    drawn = torch.searchsorted(cdf, u[:, None], right=True)[:, 0]
-    # u < cdf[-1] up to rounding; the last token with any mass bounds the index.
-    last = probs.shape[-1] - 1 - (probs.flip(-1) > 0).int().argmax(-1)
-    drawn = torch.minimum(drawn, last)
-    greedy = torch.tensor([p.temperature == 0 for p in params], device=logits.device)
-    ids = torch.where(greedy, logits.argmax(-1), drawn)
-    return ids, logprobs.gather(-1, ids[:, None])[:, 0]
+    settings = SamplingTensors.of(params).to(logits_BV.device)
+    ids, logprobs, finite = draw(logits_BV, settings, positions, any(p.top_p < 1 for p in params), backend)
+    if not bool(finite.all()):
+        raise NOT_FINITE
+    return ids, logprobs
+
+
+NOT_FINITE = FloatingPointError("the rollout's logits are not finite; check the weights of the last update")
+
+
+@dataclass(frozen=True)
+class SamplingTensors:
+    """Settings of B rows: temperature f32 (1 where greedy), top_p f64, seeds int64, greedy bool, each [B]."""
+
+    temperature: Tensor
+    top_p: Tensor
+    seeds: Tensor
+    greedy: Tensor
+
+    @staticmethod
+    def of(params: Sequence[SamplingParams]) -> SamplingTensors:
+        # However small the temperature, the largest scaled logit is 0 and the others are at worst -Inf.
+        least = torch.finfo(torch.float32).tiny
+        return SamplingTensors(
+            torch.tensor([max(p.temperature or 1.0, least) for p in params]),
+            torch.tensor([p.top_p for p in params], dtype=torch.float64),
+            torch.tensor([p.seed for p in params], dtype=torch.int64),
+            torch.tensor([p.temperature == 0 for p in params]),
+        )
+
+    def to(self, device: torch.device) -> SamplingTensors:
+        return SamplingTensors(*(t.to(device) for t in (self.temperature, self.top_p, self.seeds, self.greedy)))
+
+    def rows(self, n: int) -> SamplingTensors:
+        """Views of the first n rows."""
+        return SamplingTensors(self.temperature[:n], self.top_p[:n], self.seeds[:n], self.greedy[:n])
+
+
+def draw(
+    logits_BV: Tensor, settings: SamplingTensors, positions: Tensor, nucleus: bool, backend: str = "torch"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``sample`` without asking the host anything: (ids, log-probs, bool [B]: whether the row's logits are finite).
+
+    nucleus: whether any row cuts its distribution at top-p; always drawn by torch. Of rows that are not finite the rest
+    means nothing.
+    """
+    uniform = counter_uniform(settings.seeds, positions)
+    if not nucleus:
+        return draw_tokens(logits_BV, settings.temperature, settings.greedy, uniform, backend=backend)
+    logits, logprobs, finite = scaled_logprobs(logits_BV, settings.temperature)
+    drawn = invert(_nucleus(logprobs.double().exp(), settings.top_p), uniform)
+    ids = torch.where(settings.greedy, logits.argmax(-1), drawn)
+    return ids, logprobs.gather(-1, ids[:, None])[:, 0], finite
 
 
 def _nucleus(probs_BV: Tensor, top_p_B: Tensor) -> Tensor:

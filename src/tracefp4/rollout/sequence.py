@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from torch import Tensor
+
 from tracefp4.types import Request
 
 
@@ -36,6 +38,8 @@ class Sequence:
     num_recomputed: int = 0
     status: Status = Status.WAITING
     finish_reason: str | None = None
+    head: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Of every sampled token (ids, log-probs) of the likeliest ones; see ``tracefp4.rollout.head``."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_ids)

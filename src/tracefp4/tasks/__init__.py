@@ -12,7 +12,9 @@ from tracefp4.tasks.base import BatchScorer, CountingTask, Prompt, SolvedTask, T
 from tracefp4.tasks.calculator import Calculator, CalculatorConfig
 from tracefp4.tasks.dataset import DatasetConfig, DatasetTask
 from tracefp4.tasks.encode import PromptEncoder
+from tracefp4.tasks.euclid import Euclid, EuclidConfig
 from tracefp4.tasks.exchange import Exchanges
+from tracefp4.tasks.programs import Programs, ProgramsConfig
 from tracefp4.tasks.reasoning import ReasoningGym, ReasoningGymConfig
 from tracefp4.tasks.running_sums import RunningSums, RunningSumsConfig
 from tracefp4.tasks.text_search import TextSearch, TextSearchConfig
@@ -37,7 +39,13 @@ __all__ = [
 ]
 
 AnyTaskConfig = Annotated[
-    RunningSumsConfig | DatasetConfig | ReasoningGymConfig | CalculatorConfig | TextSearchConfig,
+    RunningSumsConfig
+    | DatasetConfig
+    | ReasoningGymConfig
+    | CalculatorConfig
+    | TextSearchConfig
+    | EuclidConfig
+    | ProgramsConfig,
     Field(discriminator="name"),
     default_name("running_sums"),
 ]
@@ -49,6 +57,8 @@ TASKS: dict[str, Any] = {
     "reasoning_gym": ReasoningGym,
     "calculator": Calculator,
     "text_search": TextSearch,
+    "euclid": Euclid,
+    "programs": Programs,
 }
 
 

@@ -107,6 +107,42 @@ class Calculator:
         """The answer without the calculator: what a policy that needs none would write."""
         return f"#### {prompt.answer}"
 
+    def solution_turns(self, prompt: Prompt, flawed: bool) -> list[str]:
+        """The policy's turns: a call for each operation, products first and those in any order, then the answer.
+
+        flawed: a number of one call is misread, and the answer follows from it. Where ``max_turns`` has no room for
+        the calls one call holds the whole expression, or there is none.
+        """
+        chance = Random(f"{flawed} {prompt.text}")
+        for _ in range(64):
+            turns, value = self._calls(prompt.metadata["expression"].split(), chance, flawed)
+            if not flawed or str(value) != prompt.answer:
+                break
+        return [*turns, f"#### {value}"]
+
+    def _calls(self, terms: list[str], chance: Random, flawed: bool) -> tuple[list[str], int]:
+        """(the turns with calls, the last one's value)."""
+        room, operations = self.config.max_turns - 1, len(terms) // 2
+        whole = operations > room
+        slip_at = chance.randrange(1 if whole else operations) if flawed else -1
+        if whole:
+            expression = self._misread(terms, chance) if flawed else terms
+            return ([f"<calc>{''.join(expression)}</calc>"] if room else []), evaluate("".join(expression))
+        turns: list[str] = []
+        for index in range(operations):
+            products = [i for i in range(1, len(terms), 2) if terms[i] == "*"]
+            place = chance.choice(products) if products else 1
+            part = terms[place - 1 : place + 2]
+            part = self._misread(part, chance) if index == slip_at else part
+            turns.append(f"<calc>{''.join(part)}</calc>")
+            terms = [*terms[: place - 1], str(evaluate("".join(part))), *terms[place + 2 :]]
+        return turns, int(terms[0])
+
+    def _misread(self, terms: list[str], chance: Random) -> list[str]:
+        place = 2 * chance.randrange((len(terms) + 1) // 2)
+        off = str(int(terms[place]) + chance.choice((-10, -1, 1, 10)))
+        return [*terms[:place], off, *terms[place + 1 :]]
+
     def _distinct(self, prefix: str, stream: str, n: int, excluded: frozenset[str], at_least: int) -> list[Prompt]:
         chance = Random(f"calculator {stream}")
         prompts: list[Prompt] = []

@@ -37,8 +37,8 @@ class RunningSumsConfig(TaskConfig):
     """
 
     name: Literal["running_sums"] = "running_sums"
-    min_terms: int = Field(default=3, ge=2, le=12, description="fewest terms of an expression")
-    max_terms: int = Field(default=5, ge=2, le=12, description="most terms of an expression")
+    min_terms: int = Field(default=3, ge=2, le=96, description="fewest terms of an expression")
+    max_terms: int = Field(default=5, ge=2, le=96, description="most terms of an expression")
     min_digits: int = Field(default=1, ge=1, le=6, description="fewest digits of a term")
     max_digits: int = Field(default=2, ge=1, le=6, description="most digits of a term")
     free_letters: int = Field(

@@ -15,7 +15,7 @@ from torch import Tensor
 from tracefp4.device import to_device
 from tracefp4.formats import get_format
 from tracefp4.guidance import CompactGuidance, GuidanceError, GuidanceHeader
-from tracefp4.guidance.schema import row_bytes
+from tracefp4.guidance.schema import row_bytes, site_bits
 from tracefp4.guidance.store import GuidanceStore, TrajectoryGuidance
 from tracefp4.nn import MicroBatch
 from tracefp4.recipe import QuantRecipe
@@ -117,7 +117,8 @@ def assemble(
         name = recipe.site_format(site)
         if name is None:
             continue
-        payload = torch.zeros(len(layers), B, T, row_bytes(name, bits, width), dtype=torch.uint8)
+        own_bits = site_bits(name, bits)
+        payload = torch.zeros(len(layers), B, T, row_bytes(name, own_bits, width), dtype=torch.uint8)
         kind = recipe.site_encode_scale(site)
         scale = torch.ones(len(layers), B, T, 1) if isinstance(kind, str) else None
         for b, record in enumerate(records):
@@ -131,7 +132,7 @@ def assemble(
         # Filled in on the device: a copy of a number from the host would stall it.
         static = torch.full((), float(kind), device=device) if isinstance(kind, (int, float)) else None
         payload, scale = to_device(payload, device), None if scale is None else to_device(scale, device)
-        header = GuidanceHeader(recipe.hash, name, bits, (B * T, width), get_format(name).block_size)
+        header = GuidanceHeader(recipe.hash, name, own_bits, (B * T, width), get_format(name).block_size)
         for i, layer in enumerate(layers):
             row_scale = static if scale is None else scale[i].view(B * T, 1)
             out[site, layer] = CompactGuidance(header, payload[i].view(B * T, -1), row_scale, valid_N)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import torch
@@ -19,7 +19,14 @@ from tracefp4.guidance.store import GuidanceStore
 from tracefp4.nn import MicroBatch, SiteObserver, TrainerForward, prepare_model
 from tracefp4.recipe import QuantRecipe
 from tracefp4.train.advantage import assign_advantages
-from tracefp4.train.losses import LossTerms, grpo_loss
+from tracefp4.train.losses import (
+    LossTerms,
+    ScoreCenteringConfig,
+    TBPOConfig,
+    TokenBatch,
+    TriageConfig,
+    make_loss,
+)
 from tracefp4.train.optimizer import MasterOptimizer
 from tracefp4.train.slices import MicroBatchBuilder, RowCounts, padding_metrics, split_micro_batches
 from tracefp4.types import RolloutBatch, TrainBatch, Trajectory
@@ -39,7 +46,11 @@ class TrainConfig(StrictModel):
     follow from the record and the trainer's values; "forward" finds them anew in every forward, "once" keeps those of
     the old-log-prob forward for all updates of the rollout, at 4.5 bits per guided value of memory.
     keep_quantized_weights: fake-quantized weights stay in memory from one optimizer step to the next, as large as the
-    quantized weights themselves; false quantizes them in every forward, to the same values.
+    quantized weights themselves; false quantizes them in every forward, to the same values. replay: send tokens to the
+    rollout's experts (R3). guided_updates: where not 0, only the old log-probs and the first so many updates of
+    a rollout are guided, later ones round to nearest. straight_through: the gradient of rounded activations, K and V:
+    the identity's, or "clipped" to 0 beyond what a block's scale represents. tbpo, score_centering, triage: of the
+    losses of these names, which ``method.name`` chooses.
     """
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -61,6 +72,12 @@ class TrainConfig(StrictModel):
     gradient_checkpointing: bool = False
     keep_quantized_weights: bool = True
     advantage_eps: float = Field(1e-6, gt=0)
+    replay: bool = True
+    guided_updates: int = Field(0, ge=0)
+    straight_through: Literal["identity", "clipped"] = "identity"
+    tbpo: TBPOConfig = TBPOConfig()
+    score_centering: ScoreCenteringConfig = ScoreCenteringConfig()
+    triage: TriageConfig = TriageConfig()
 
 
 @dataclass
@@ -77,7 +94,7 @@ class GRPOTrainer:
 
     model: Qwen3-MoE or Qwen3; cast to ``config.dtype``. recipe: the rollout's numeric contract. forward: how much of
     it this forward mirrors. store: where guidance is read. temperature: the rollout's, log-probs are taken under the
-    same.
+    same. loss: one of ``tracefp4.train.losses.LOSSES``.
     """
 
     def __init__(
@@ -91,8 +108,12 @@ class GRPOTrainer:
         pad_id: int = 0,
         seed: int = 0,
         device: str = "cpu",
+        loss: str = "grpo",
     ) -> None:
         module: nn.Module = model
+        self.loss = make_loss(loss, config)
+        clipped = config.straight_through == "clipped"
+        forward = replace(forward, replay=forward.replay and config.replay, clipped=clipped)
         module.to(device=device).train()
         cast_weights(module, getattr(torch, config.dtype))
         self.model = model
@@ -164,10 +185,15 @@ class GRPOTrainer:
         if self.builder.guided:
             metrics |= counts.metrics()
         sums: dict[str, list[float]] = defaultdict(list)
-        for mini in mini_batches:
-            for name, value in self._optimizer_step(mini).items():
+        own: dict[str, list[float]] = {}
+        for index, mini in enumerate(mini_batches):
+            if self.config.guided_updates and index >= self.config.guided_updates:
+                for m in mini:
+                    m.guidance = replace(m.guidance, guidance={})
+            for name, value in self._optimizer_step(mini, own).items():
                 sums[name].append(value)
         metrics |= {name: sum(v) / len(v) for name, v in sums.items()}
+        metrics |= {name: value / weight for name, (value, weight) in own.items() if weight}
         self._version += 1
         return metrics
 
@@ -202,9 +228,7 @@ class GRPOTrainer:
             current = [bool((t.row_versions == self._version).all()) for t in m.batch.trajectories]
             fresh.append(torch.tensor(current, device=mask.device)[:, None].expand_as(mask)[mask])
         old_all, rollout_all, fresh_all = torch.cat(old), torch.cat(rollout), torch.cat(fresh)
-        metrics = mismatch_metrics(old_all, rollout_all) | importance_metrics(
-            old_all - rollout_all, self.config.tis_cap
-        )
+        metrics = mismatch_metrics(old_all, rollout_all) | importance_metrics(old_all - rollout_all, self.loss.tis_cap)
         if not fresh_all.all():  # else the two say the same
             metrics["mismatch/fresh_share"] = float(fresh_all.double().mean())
             if fresh_all.any():
@@ -213,25 +237,30 @@ class GRPOTrainer:
                 metrics["mismatch/fresh_kl_k3"] = only["mismatch/kl_k3"]
         return metrics
 
-    def _optimizer_step(self, mini: list[_Micro]) -> dict[str, float]:
+    def _optimizer_step(self, mini: list[_Micro], own: dict[str, list[float]]) -> dict[str, float]:
+        """One step of the optimizer; own: [sum, weight] of the loss's own metrics, added to."""
         c = self.config
         tokens = sum(t.num_sampled for m in mini for t in m.batch.trajectories)
+        responses = sum(t.num_sampled > 0 for m in mini for t in m.batch.trajectories)
+        units = tokens if self.loss.per == "token" else responses
         stats: dict[str, float] = defaultdict(float)
         sums: list[Tensor] = []
         for m in mini:
             # Backward inside: under gradient checkpointing it repeats the forward and needs the same rows.
             with self.context.armed(m.guidance) as kwargs:
-                logprobs, entropy = self._logprobs(m.batch, kwargs)
-                terms = self._loss(m, logprobs)
-                (terms.loss / tokens).backward()
+                logprobs, entropy, head = self._logprobs(m.batch, kwargs)
+                terms = self._loss(m, logprobs, head)
+                (terms.loss / units).backward()
             self.optimizer.accumulate()
             mask = m.batch.response_mask
             parts = (terms.loss.detach(), entropy[mask].sum(), terms.clipped.sum(), terms.ratio[mask].sum())
             sums.append(torch.stack([part.float() for part in parts]))
+            for name, pair in terms.sums.items():
+                own[name] = [a + float(b) for a, b in zip(own.get(name, [0.0, 0.0]), pair, strict=True)]
         # Read once: each number asked for on the way would have the host wait for the device.
         for row in torch.stack(sums).tolist():
             for name, value in zip(("loss", "entropy", "clip_frac", "ratio_mean"), row, strict=True):
-                stats[f"train/{name}"] += value / tokens
+                stats[f"train/{name}"] += value / (units if name == "loss" else tokens)
         rise = min(1.0, (self._optimizer_steps + 1) / c.warmup_steps) if c.warmup_steps else 1.0
         stats["train/grad_norm"] = self.optimizer.step(c.lr * rise)
         self._optimizer_steps += 1
@@ -239,27 +268,28 @@ class GRPOTrainer:
             raise FloatingPointError("the policy loss is not finite")
         return stats
 
-    def _loss(self, m: _Micro, logprobs: Tensor) -> LossTerms:
-        c = self.config
+    def _loss(self, m: _Micro, logprobs: Tensor, head: Tensor | None = None) -> LossTerms:
+        b = m.batch
         assert m.old_logprobs is not None
-        return grpo_loss(
-            logprobs,
-            m.old_logprobs,
-            m.batch.rollout_logprobs,
-            m.batch.advantages,
-            m.batch.response_mask,
-            c.clip_low,
-            c.clip_high,
-            c.tis_cap,
-            bypass=c.old_logprob == "bypass",
+        return self.loss(
+            TokenBatch(
+                logprobs,
+                m.old_logprobs,
+                b.rollout_logprobs,
+                b.advantages,
+                b.response_mask,
+                head,
+                b.head_logprobs,
+            )
         )
 
     def _forward(self, m: _Micro, observer: SiteObserver | None = None) -> tuple[Tensor, Tensor]:
         with self.context.armed(m.guidance, observer) as kwargs:
-            return self._logprobs(m.batch, kwargs)
+            return self._logprobs(m.batch, kwargs)[:2]
 
-    def _logprobs(self, batch: TrainBatch, kwargs: dict[str, int]) -> tuple[Tensor, Tensor]:
-        """(log-probs of the next tokens, entropy in nats without gradient), f32 [B, T - 1] each."""
+    def _logprobs(self, batch: TrainBatch, kwargs: dict[str, int]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(log-probs of the next tokens, entropy in nats without gradient), f32 [B, T - 1] each, and the log-probs of
+        the rollout's likeliest tokens, [B, T - 1, k], where the loss takes them."""
         # Padding is on the right, where causal attention never looks: without a mask a GPU runs its fast kernels, and
         # the rows of padding hold numbers that nobody reads.
         mask = None if batch.input_ids.is_cuda else batch.attention_mask
@@ -267,7 +297,10 @@ class GRPOTrainer:
         logp = torch.log_softmax(logits.float() / self.temperature, dim=-1)
         with torch.no_grad():
             entropy = -(logp.exp() * logp).sum(-1)
-        return logp.gather(-1, batch.input_ids[:, 1:, None])[..., 0], entropy
+        head = None
+        if self.loss.top_logprobs and batch.head_ids is not None:
+            head = logp.gather(-1, batch.head_ids)
+        return logp.gather(-1, batch.input_ids[:, 1:, None])[..., 0], entropy, head
 
 
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:

@@ -17,8 +17,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import transformers
@@ -29,11 +28,12 @@ from tracefp4.config import StrictModel, load_config
 from tracefp4.device import DeviceSetting, resolve_device
 from tracefp4.errors import TracefpError
 from tracefp4.files import replaced_dir
-from tracefp4.tasks import Prompt, SolvedTask, Task, build_tokenizer, make_task
-from tracefp4.tasks.running_sums import WARMSTART_FIRST_STEP, RunningSums, RunningSumsConfig
+from tracefp4.tasks import AnyTaskConfig, Prompt, Task, TaskConfig, build_text_tokenizer, build_tokenizer, make_task
+from tracefp4.tasks.running_sums import WARMSTART_FIRST_STEP, RunningSumsConfig
+from tracefp4.train.teaching import IGNORED_LABEL, MAX_NEW_TOKENS, Teacher, pass_rate, save_progress, supervised_batch
 
-IGNORED_LABEL = -100
-MAX_NEW_TOKENS = 96
+TokenizerName = Literal["arithmetic", "text"]
+"""``build_tokenizer`` or ``build_text_tokenizer``."""
 
 
 class ModelConfig(StrictModel):
@@ -95,6 +95,7 @@ class StopConfig(StrictModel):
     pass_rate_high: float = Field(default=0.45, ge=0, le=1)
     eval_every: int = Field(default=150, ge=1)
     eval_problems: int = Field(default=512, ge=1, le=4096)
+    max_new_tokens: int = Field(default=MAX_NEW_TOKENS, ge=1, description="of a response, or of a turn of one")
 
     @model_validator(mode="after")
     def _band_is_ordered(self) -> Self:
@@ -103,16 +104,28 @@ class StopConfig(StrictModel):
         return self
 
 
+def check_easy(optimizer: OptimizerConfig, task: TaskConfig) -> None:
+    """Raises ValueError where easy problems are asked for and the task has none."""
+    if optimizer.easy_share and "max_digits" not in type(task).model_fields:
+        raise ValueError(f"optimizer.easy_share must be 0: the task {task.name} has no one-digit variant")
+
+
 class WarmstartConfig(StrictModel):
     """All that determines the checkpoint, up to the order of floating-point sums (threads, device, machine)."""
 
     seed: int = Field(default=0, ge=0, lt=2**31)
     threads: int = Field(default=1, ge=1)
     device: DeviceSetting = "cpu"
-    task: RunningSumsConfig = RunningSumsConfig()
+    tokenizer: TokenizerName = "arithmetic"
+    task: AnyTaskConfig = RunningSumsConfig()
     model: ModelConfig = ModelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     stop: StopConfig = StopConfig()
+
+    @model_validator(mode="after")
+    def _easy_problems_exist(self) -> Self:
+        check_easy(self.optimizer, self.task)
+        return self
 
 
 class WarmstartError(TracefpError):
@@ -146,39 +159,6 @@ def build_model(config: WarmstartConfig, tokenizer: PreTrainedTokenizerBase) -> 
     return Qwen3MoeForCausalLM(hf_config).float()
 
 
-def supervised_batch(
-    teacher: SolvedTask, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase
-) -> dict[str, torch.Tensor]:
-    """Right-padded rows of prompt + solution + end-of-sequence.
-
-    Returns:
-        ``input_ids``, ``attention_mask``, ``labels``: int64 [B, T]. Labels are ``IGNORED_LABEL`` on the
-        prompt and on padding: the loss covers response tokens only, the end-of-sequence token included.
-    """
-    heads = [tokenizer(prompt.text).input_ids for prompt in prompts]
-    tails = [[*tokenizer(teacher.solution(prompt)).input_ids, tokenizer.eos_token_id] for prompt in prompts]
-    rows = [head + tail for head, tail in zip(heads, tails, strict=True)]
-    width = max(map(len, rows))
-    input_ids = torch.full((len(rows), width), int(tokenizer.pad_token_id), dtype=torch.int64)
-    labels = torch.full_like(input_ids, IGNORED_LABEL)
-    for i, (head, row) in enumerate(zip(heads, rows, strict=True)):
-        input_ids[i, : len(row)] = torch.tensor(row)
-        labels[i, len(head) : len(row)] = torch.tensor(row[len(head) :])
-    mask = (torch.arange(width)[None] < torch.tensor([len(row) for row in rows])[:, None]).long()
-    return {"input_ids": input_ids, "attention_mask": mask, "labels": labels}
-
-
-class Teacher:
-    """Writes solutions for the supervised batches, a share of them with a slip; a pure function of the prompt."""
-
-    def __init__(self, task: RunningSums, mistake_share: float) -> None:
-        self.task, self.mistake_share = task, mistake_share
-
-    def solution(self, prompt: Prompt) -> str:
-        careless = Random("careless" + prompt.text).random() < self.mistake_share
-        return self.task.flawed_solution(prompt) if careless else self.task.solution(prompt)
-
-
 class Curriculum:
     """Mixes problems of the task with its one-digit variant; neither ever yields a held-out problem."""
 
@@ -186,6 +166,8 @@ class Curriculum:
         self.n_easy = round(config.optimizer.easy_share * config.optimizer.batch_size)
         self.n_full = config.optimizer.batch_size - self.n_easy
         self.task = task
+        if not self.n_easy:
+            return
         self.easy_task = make_task(config.task.model_copy(update={"min_digits": 1, "max_digits": 1}))
         # The variant keeps clear of its own test pool, which differs from the task's when terms may be short.
         self.held_out = {prompt.text for prompt in task.test_prompts(min(2 * config.stop.eval_problems, 4096))}
@@ -194,60 +176,10 @@ class Curriculum:
         """The batch of optimizer step ``data_step``, slightly short where an easy problem is held out."""
         step = WARMSTART_FIRST_STEP + data_step
         prompts = self.task.train_prompts(step, self.n_full) if self.n_full else []
-        easy = self.easy_task.train_prompts(step, self.n_easy) if self.n_easy else []
+        if not self.n_easy:
+            return prompts
+        easy = self.easy_task.train_prompts(step, self.n_easy)
         return prompts + [prompt for prompt in easy if prompt.text not in self.held_out]
-
-
-@torch.inference_mode()
-def sample_responses(
-    model: Qwen3MoeForCausalLM,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: list[Prompt],
-    seed: int,
-    temperature: float = 1.0,
-    max_new_tokens: int = MAX_NEW_TOKENS,
-) -> list[str]:
-    """One sampled response per prompt, decoded without special tokens; batched, with a KV cache.
-
-    The plain transformers forward, for evaluating the warm start only: rollouts have their own engine.
-    """
-    device = model.device
-    generator = torch.Generator(device).manual_seed(seed)
-    batch = tokenizer([prompt.text for prompt in prompts], padding=True, return_tensors="pt").to(device)
-    ids, mask = batch["input_ids"], batch["attention_mask"]
-    # Left padding shifts the rows: positions count real tokens, as in training.
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-    written: list[torch.Tensor] = []
-    cache = None
-    for _ in range(max_new_tokens):
-        out = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
-        probs = (out.logits[:, -1].float() / temperature).softmax(-1)
-        token = torch.multinomial(probs, 1, generator=generator)
-        token[done] = tokenizer.pad_token_id
-        written.append(token)
-        done |= token[:, 0] == tokenizer.eos_token_id
-        if done.all():
-            break
-        ids, positions = token, positions[:, -1:] + 1
-        mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], dim=-1)
-    return tokenizer.batch_decode(torch.cat(written, dim=-1), skip_special_tokens=True)
-
-
-def pass_rate(
-    model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerBase, task: Task, n: int, seed: int
-) -> tuple[float, float]:
-    """Share of ``n`` held-out problems solved by one sample each, and the mean response length."""
-    model.eval()
-    prompts = task.test_prompts(n)
-    responses = [
-        text
-        for start in range(0, n, 256)
-        for text in sample_responses(model, tokenizer, prompts[start : start + 256], seed + start)
-    ]
-    scores = [task.score(prompt, text) for prompt, text in zip(prompts, responses, strict=True)]
-    return sum(scores) / n, sum(map(len, responses)) / n
 
 
 @dataclass
@@ -264,12 +196,17 @@ class TrainOutcome:
 
 
 def train(
-    model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerBase, task: Task, config: WarmstartConfig
+    model: Qwen3MoeForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    config: WarmstartConfig,
+    progress: Path | None = None,
 ) -> TrainOutcome:
     """Train in place until the pass rate lies in the band or ``max_steps`` have run; prints its progress.
 
     A jump over the band is undone: the weights of the evaluation before come back and the rate is halved, so
-    the run approaches the band again in smaller steps.
+    the run approaches the band again in smaller steps. progress: a file, written at every evaluation, from which a
+    later call goes on.
     """
     options, stop, started = config.optimizer, config.stop, time.monotonic()
     optimizer = torch.optim.AdamW(
@@ -279,10 +216,16 @@ def train(
         weight_decay=options.weight_decay,
     )
     curriculum = Curriculum(task, config)
-    teacher = Teacher(RunningSums(config.task), options.mistake_share)
+    teacher = Teacher(task, options.mistake_share)
     peak_rate, below, steps_of_below, rate, loss = options.learning_rate, _snapshot(model), 0, 0.0, 0.0
-    steps = 0
-    for data_step in range(options.max_steps):
+    steps = first = 0
+    if progress is not None and progress.exists():
+        kept = torch.load(progress, map_location=model.device, weights_only=True)
+        model.load_state_dict(kept["model"])
+        optimizer.load_state_dict(kept["optimizer"])
+        peak_rate, below, steps_of_below, rate, steps, first, spent = (kept[name] for name in _PROGRESS)
+        started -= spent
+    for data_step in range(first, options.max_steps):
         for group in optimizer.param_groups:
             group["lr"] = peak_rate * min(1.0, (data_step + 1) / max(1, options.warmup_steps))
         batch = supervised_batch(teacher, curriculum.prompts(data_step), tokenizer)
@@ -290,7 +233,7 @@ def train(
         steps += 1
         if (data_step + 1) % stop.eval_every and data_step + 1 < options.max_steps:
             continue
-        rate, length = pass_rate(model, tokenizer, task, stop.eval_problems, config.seed)
+        rate, length = pass_rate(model, tokenizer, task, stop.eval_problems, config.seed, stop.max_new_tokens)
         elapsed = time.monotonic() - started
         print(
             f"step {steps:5d}  loss {loss:.4f}  held-out pass rate {rate:.3f} (n = {stop.eval_problems})  "
@@ -305,7 +248,14 @@ def train(
             print(f"over the band: back to step {steps} at learning rate {peak_rate:.1e}", flush=True)
         else:
             below, steps_of_below = _snapshot(model), steps
+        if progress is not None:
+            values = (peak_rate, below, steps_of_below, rate, steps, data_step + 1, elapsed)
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            save_progress(progress, state | dict(zip(_PROGRESS, values, strict=True)))
     return TrainOutcome(steps, rate, False, time.monotonic() - started)
+
+
+_PROGRESS = ("peak_rate", "below", "steps_of_below", "rate", "steps", "data_step", "seconds")
 
 
 def balance_loss(router_logits: tuple[torch.Tensor, ...], attention_mask: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -341,9 +291,10 @@ def _update(
     """One optimizer step; returns the mean cross-entropy of the response tokens, in nats."""
     model.train()
     batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
-    out = model(batch["input_ids"], attention_mask=batch["attention_mask"], output_router_logits=True)
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
+        out = model(batch["input_ids"], attention_mask=batch["attention_mask"], output_router_logits=True)
     loss = torch.nn.functional.cross_entropy(
-        out.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=IGNORED_LABEL
+        out.logits[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=IGNORED_LABEL
     )
     balance = balance_loss(out.router_logits, batch["attention_mask"], model.config.num_experts_per_tok)
     optimizer.zero_grad(set_to_none=True)
@@ -359,12 +310,16 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def run_warmstart(config: WarmstartConfig, out_dir: Path, require_band: bool = True) -> dict[str, Any]:
+def run_warmstart(
+    config: WarmstartConfig, out_dir: Path, require_band: bool = True, resumable: bool = False
+) -> dict[str, Any]:
     """Train and write the checkpoint directory; returns what ``warmstart.json`` holds.
 
-    The files are written beside ``out_dir`` and renamed into place, so ``out_dir`` is complete or absent.
+    resumable: keep the progress in a file beside ``out_dir`` until that is complete, and go on from such a file.
+    The checkpoint is written beside ``out_dir`` and renamed into place, so ``out_dir`` is complete or absent.
 
     Raises:
+        TracefpError: the task writes no solutions, or the device is not there.
         WarmstartError: ``out_dir`` is not an empty or absent directory, or ``require_band`` and the pass rate
             never fell in the band within ``max_steps``.
         ValueError: the task's name or its ranges are unusable.
@@ -384,11 +339,17 @@ def run_warmstart(config: WarmstartConfig, out_dir: Path, require_band: bool = T
     device = resolve_device(config.device, "device")
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer() if config.tokenizer == "arithmetic" else build_text_tokenizer()
+    if len(tokenizer) > config.model.vocab_size:
+        raise WarmstartError(f"model.vocab_size {config.model.vocab_size} is below the tokenizer's {len(tokenizer)}")
     model = build_model(config, tokenizer)
     module: torch.nn.Module = model
     module.to(device)
-    outcome = train(model, tokenizer, task, config)
+    progress = out_dir.with_name(f".{out_dir.name}.progress") if resumable else None
+    try:
+        outcome = train(model, tokenizer, task, config, progress)
+    except OSError as error:
+        raise WarmstartError(f"{progress} cannot be written ({error.strerror})") from error
     if require_band and not outcome.reached_band:
         raise WarmstartError(
             f"pass rate {outcome.pass_rate:.3f} after {outcome.steps} steps is outside "
@@ -399,6 +360,8 @@ def run_warmstart(config: WarmstartConfig, out_dir: Path, require_band: bool = T
         record = _write_checkpoint(staging, model, tokenizer, task, config, outcome)
         for path in staging.iterdir():
             path.chmod(0o644)  # safetensors makes its own private to the user
+    if progress is not None:
+        progress.unlink(missing_ok=True)
     return record
 
 
@@ -416,7 +379,7 @@ def _write_checkpoint(
     tokenizer.save_pretrained(directory)
     _use_portable_tokenizer_class(directory / "tokenizer_config.json")
     n = min(2 * config.stop.eval_problems, 4096)
-    rate, length = pass_rate(model, tokenizer, task, n, config.seed + 1)
+    rate, length = pass_rate(model, tokenizer, task, n, config.seed + 1, config.stop.max_new_tokens)
     record = {
         "recipe": config.model_dump(),
         "steps": outcome.steps,
@@ -451,14 +414,16 @@ def _version(distribution: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line: RECIPE.toml OUT_DIR; 0 on success, 2 after printing one sentence to standard error."""
+    """Command line: RECIPE OUT_DIR [--resume]; 0 on success, 2 after printing one sentence to standard error."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if len(arguments) != 2:
-        print("usage: python -m tracefp4.train.warmstart RECIPE.toml OUT_DIR", file=sys.stderr)
+    resumable = "--resume" in arguments[2:]
+    if len(arguments) != 2 + resumable:
+        print("usage: python -m tracefp4.train.warmstart RECIPE.toml OUT_DIR [--resume]", file=sys.stderr)
         return 2
     transformers.utils.logging.disable_progress_bar()
     try:
-        record = run_warmstart(load_config(arguments[0], [], WarmstartConfig), Path(arguments[1]))
+        config = load_config(arguments[0], [], WarmstartConfig)
+        record = run_warmstart(config, Path(arguments[1]), resumable=resumable)
     except TracefpError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -99,6 +99,8 @@ def write_kv(
             raise KernelError("a dense cache chooses no slots: there is nothing to record")
         if records[0].bits != records[1].bits:
             raise KernelError("K and V are recorded at one width")
+        if records[0].payload.stride(0) != records[1].payload.stride(0):
+            raise KernelError("the payloads of K and V must have one row stride")
         for target in records:
             _check_record(target, format, N, cache.heads * cache.head_dim)
     kernel = kernel_module(backend, "quantize_record", k_NGD, v_NGD, cache.k, slots_N)
@@ -110,10 +112,10 @@ def _check_record(target: RecordTarget, format: str, N: int, K: int) -> None:
     code_planes, scale_planes = planes(format, target.bits)
     size = code_planes * (-(-K // 8)) + scale_planes * (-(-K // 16 // 8))
     p = target.payload
-    if p.dtype != torch.uint8 or p.ndim != 2 or p.shape[1] != size or not p.is_contiguous():
-        raise KernelError(f"the payload must be contiguous uint8 [slots, {size}], got {p.dtype} {tuple(p.shape)}")
+    if p.dtype != torch.uint8 or p.ndim != 2 or p.shape[1] != size or p.stride(1) != 1:
+        raise KernelError(f"the payload must be uint8 [slots, {size}] of contiguous rows: {p.dtype} {tuple(p.shape)}")
     if target.slots.dtype != torch.int64 or tuple(target.slots.shape) != (N,):
         raise KernelError(f"a record's slots must be int64 [{N}], got {target.slots.dtype} {tuple(target.slots.shape)}")
     s = target.encode_scale
-    if s is not None and (s.dtype != torch.float32 or tuple(s.shape) != (p.shape[0],) or not s.is_contiguous()):
-        raise KernelError(f"a record's encode scales must be contiguous f32 [{p.shape[0]}]")
+    if s is not None and (s.dtype != torch.float32 or tuple(s.shape) != (p.shape[0],)):
+        raise KernelError(f"a record's encode scales must be f32 [{p.shape[0]}], got {s.dtype} {tuple(s.shape)}")

@@ -24,7 +24,7 @@ class RecordTarget:
     """Where a step's guidance goes: the recorder's buffers of one site and layer.
 
     payload uint8 [slots, row bytes], written at slots int64 [N] (a negative one is skipped); bits: width of the record;
-    encode_scale f32 [slots] takes each row's S, or None where S is static.
+    encode_scale f32 [slots] takes each row's S, or None where S is static. Both may be columns of a wider row.
     """
 
     payload: Tensor

@@ -62,8 +62,8 @@ def _store_record(
 def _quantize_rows(
     x, codes_out, scales_out, encode_out, static_scale, payload, record_scale, slots, x_stride,
     K: tl.constexpr, NB: tl.constexpr, EXACT: tl.constexpr, STATIC: tl.constexpr, POW2: tl.constexpr,
-    ENCODE_MAX: tl.constexpr, RECORD: tl.constexpr, RECORD_SCALE: tl.constexpr, ROW_BYTES: tl.constexpr,
-    CODE_PLANES: tl.constexpr, SCALE_PLANES: tl.constexpr,
+    ENCODE_MAX: tl.constexpr, RECORD: tl.constexpr, RECORD_SCALE: tl.constexpr,
+    RECORD_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, CODE_PLANES: tl.constexpr, SCALE_PLANES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, NB)
@@ -82,9 +82,9 @@ def _quantize_rows(
     if RECORD:
         slot = tl.load(slots + row)
         if slot >= 0:
-            _store_record(payload + slot * ROW_BYTES, codes, byte, K, NB, CODE_PLANES, SCALE_PLANES)
+            _store_record(payload + slot * RECORD_STRIDE, codes, byte, K, NB, CODE_PLANES, SCALE_PLANES)
             if RECORD_SCALE:
-                tl.store(record_scale + slot + tl.arange(0, 1), s)
+                tl.store(record_scale + slot * SCALE_STRIDE + tl.arange(0, 1), s)
 
 
 @triton.jit
@@ -102,7 +102,7 @@ def _write_kv(
     k, v, k_out, v_out, k_scales, v_scales, slots, k_stride, v_stride, k_static, v_static,
     k_payload, v_payload, k_slots, v_slots,
     G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, NB: tl.constexpr, EXACT: tl.constexpr,
-    RECORD: tl.constexpr, ROW_BYTES: tl.constexpr, CODE_PLANES: tl.constexpr, SCALE_PLANES: tl.constexpr,
+    RECORD: tl.constexpr, RECORD_STRIDE: tl.constexpr, CODE_PLANES: tl.constexpr, SCALE_PLANES: tl.constexpr,
 ):  # fmt: skip
     """Program (row, 0) quantizes a row's K, (row, 1) its V. k_out, v_out: the cache's words seen as int16."""
     row = tl.program_id(0).to(tl.int64)
@@ -136,7 +136,7 @@ def _write_kv(
     if RECORD:
         target = tl.load((v_slots if is_v else k_slots) + row)
         if target >= 0:
-            payload = (v_payload if is_v else k_payload) + target * ROW_BYTES
+            payload = (v_payload if is_v else k_payload) + target * RECORD_STRIDE
             _store_record(payload, codes, byte, K, NB, CODE_PLANES, SCALE_PLANES)
 
 
@@ -172,7 +172,8 @@ def quantize_record(
             x_NK.stride(0), K=K, NB=blocks, EXACT=format == "nvfp4-exact", STATIC=static,
             POW2=encode_scale == "row-pow2" if not static else False, ENCODE_MAX=fmt.encode_max,
             RECORD=target is not None, RECORD_SCALE=record_scale is not None,
-            ROW_BYTES=0 if target is None else target.payload.shape[1],
+            RECORD_STRIDE=0 if target is None else target.payload.stride(0),
+            SCALE_STRIDE=0 if record_scale is None else record_scale.stride(0),
             CODE_PLANES=code_planes, SCALE_PLANES=scale_planes, num_warps=warps, **IEEE,
         )  # fmt: skip
     return QuantizedBlocks(codes, scales, S, format, (N, K))
@@ -199,6 +200,6 @@ def write_kv(
         slots_N, k_NGD.stride(0), v_NGD.stride(0), encode_scales[0], encode_scales[1],
         kt and kt.payload, vt and vt.payload, kt and kt.slots, vt and vt.slots,
         G=G, D=D, PAGE=cache.page_size, NB=blocks, EXACT=format == "nvfp4-exact", RECORD=kt is not None,
-        ROW_BYTES=0 if kt is None else kt.payload.shape[1],
+        RECORD_STRIDE=0 if kt is None else kt.payload.stride(0),
         CODE_PLANES=code_planes, SCALE_PLANES=scale_planes, num_warps=warps, **IEEE,
     )  # fmt: skip

@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tracefp4.errors import TracefpError
 from tracefp4.formats import QuantizedBlocks, get_format
-from tracefp4.formats.e2m1 import pack_codes
 from tracefp4.guidance import CompactGuidance, decode
 from tracefp4.kernels.grouped_experts import ExpertMatrices
 from tracefp4.nn import GuidanceContext, SiteObserver, fake_quantize
 from tracefp4.nn.observe import slot_index
 from tracefp4.recipe import QuantRecipe
 from tracefp4.rollout.engine import RolloutEngine
+from tracefp4.rollout.model import Experts
 
 SITES = ("weights", "codes", "scales", "down_input", "kv", "router", "prompt_rows")
 METHOD, ALIGNED, RAW = "method", "aligned", "raw"
@@ -214,12 +215,13 @@ def _mixed(
     same = fmt.effective_scale(own.scales, own.encode_scale) == fmt.effective_scale(truth.scales, truth.encode_scale)
     same = same.repeat_interleave(own.block_size, dim=-1)
     again = fmt.round_with_scales(x, truth.scales, truth.encode_scale)
-    kept = pack_codes(torch.where(same, own.unpacked_codes(), again))
+    kept = fmt.pack(torch.where(same, own.unpacked_codes(), again))
     return _value(QuantizedBlocks(kept, truth.scales, truth.encode_scale, own.format, own.shape), x)
 
 
 def _mismatch(mine: QuantizedBlocks, truth: QuantizedBlocks) -> Tensor:
-    return (slot_index(mine.unpacked_codes()) != slot_index(truth.unpacked_codes())).float().mean(-1)
+    bits = truth.element_bits
+    return (slot_index(mine.unpacked_codes(), bits) != slot_index(truth.unpacked_codes(), bits)).float().mean(-1)
 
 
 def rollout_weights(engine: RolloutEngine) -> dict[int, dict[str, Tensor]]:
@@ -265,7 +267,9 @@ def _dense(prefix: str, gate_up: Tensor, down: Tensor) -> dict[str, Tensor]:
     return {f"{prefix}.mlp.{n}.weight": w for n, w in zip(names, (gate, up, down), strict=True)}
 
 
-def _matrices(weights: ExpertMatrices) -> Tensor:
+def _matrices(weights: Experts) -> Tensor:
     """Values, [E, O, I]: the operand times 1/S, as the epilogue applies it."""
+    if not isinstance(weights, ExpertMatrices):
+        raise TracefpError('the meter reads the weights of the engine in plain torch: set rollout.backend="torch"')
     operand, epilogue = weights.operand_EOI, weights.epilogue_E
     return operand if epilogue is None else operand * epilogue[:, None, None]

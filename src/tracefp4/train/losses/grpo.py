@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from tracefp4.train.losses.base import MAX_LOG_RATIO, LossTerms, TokenBatch, masked
+
 
 @dataclass(frozen=True)
-class LossTerms:
-    """loss: 0-d, the sum over tokens (divide by the mini-batch's tokens); ratio, weight: detached [B, T - 1];
-    clipped: bool [B, T - 1], tokens whose clipped branch was taken."""
+class GRPO:
+    """``grpo_loss`` as a PolicyLoss."""
 
-    loss: Tensor
-    ratio: Tensor
-    weight: Tensor
-    clipped: Tensor
+    clip_low: float
+    clip_high: float
+    tis_cap: float
+    bypass: bool = False
+    per: Literal["token"] = "token"
+    top_logprobs: int = 0
+
+    def __call__(self, batch: TokenBatch) -> LossTerms:
+        b = batch
+        return grpo_loss(
+            b.logprobs,
+            b.old_logprobs,
+            b.rollout_logprobs,
+            b.advantages,
+            b.mask,
+            self.clip_low,
+            self.clip_high,
+            self.tis_cap,
+            self.bypass,
+        )
 
 
 def grpo_loss(
@@ -29,22 +47,23 @@ def grpo_loss(
     clip_high: float,
     tis_cap: float,
     bypass: bool = False,
+    gate: Tensor | None = None,
 ) -> LossTerms:
-    """``-sum_t w_t min(r_t A, clip(r_t, 1 - clip_low, 1 + clip_high) A)`` over masked tokens (METHODS section 2).
+    """``-sum_t w_t min(r_t A, clip(r_t, 1 - clip_low, 1 + clip_high) A)`` over masked tokens.
 
     logprobs (with gradient), old_logprobs, rollout_logprobs f32 [B, T - 1]; advantages f32 [B]; mask bool.
     w_t = min(exp(old - rollout), tis_cap), without gradient. bypass: the ratio and its clip are taken directly against
-    the rollout's log-probs and w_t = 1; then nothing corrects for the two paths' distance but the clip.
+    the rollout's log-probs and w_t = 1; then nothing corrects for the two paths' distance but the clip. gate: f32
+    [B, T - 1], a further factor of w_t.
     """
     reference = rollout_logprobs if bypass else old_logprobs
-    # Bounded, since e^89 is infinite in FP32 and infinity times the clip's zero gradient is NaN.
-    log_ratio = torch.where(mask, logprobs - reference, 0.0).clamp(-20, 20)
+    log_ratio = masked(mask, logprobs - reference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
     if bypass:
         weight = torch.ones_like(ratio)
     else:
-        weight = torch.where(mask, old_logprobs - rollout_logprobs, 0.0).exp().clamp(max=tis_cap)
-    weight = weight.detach()
+        weight = masked(mask, old_logprobs - rollout_logprobs).exp().clamp(max=tis_cap)
+    weight = weight.detach() if gate is None else weight.detach() * gate
     A = advantages[:, None]
     plain = ratio * A
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high) * A

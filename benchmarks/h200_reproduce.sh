@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# One call of a reproduction on a machine that is lent for minutes: goes on where the last call stood, stops in time, and
+# leaves a pack of the state for the next machine.
+#
+#   benchmarks/h200_reproduce.sh EXPERIMENT OUT_DIR [PACK_DIR] [OPTIONS OF tracefp4 reproduce ...]
+#
+# OUT_DIR    gets pack/ (parts of at most 15 MB, together at most MB), results.md and results.json
+# PACK_DIR   the pack/ of an earlier call, or - for none; read where this machine holds no runs yet
+# MINUTES    until all runs stop (8: leaves a minute for states, tables and the pack within a call of 10)
+# JOBS       runs that share the GPU (8 on 16 cores: a run is one process, busy on the CPU between kernels)
+# MB         most that the pack may take (50)
+#
+# Exit code: 0 all runs are done, 4 call again, anything else is an error. The first line of a run tells its seconds a step
+# as soon as three steps are measured. Calls in a row on one machine keep its runs/ and need no pack; a pack holds states
+# of as many unfinished runs as fit, and names those that start anew. --whole starts no run that would not end in time:
+# for the last call on a machine.
+#
+# Thirty minutes on one machine:
+#   benchmarks/h200_reproduce.sh main out - --modes bf16 --seeds 0            # warm start; is the control stable?
+#   benchmarks/h200_reproduce.sh main out                                      # all modes; the bf16 run is kept
+#   benchmarks/h200_reproduce.sh main out - --whole                            # what still ends in time, then the pack
+# and on the next machine:
+#   benchmarks/h200_reproduce.sh main out carried/pack
+set -uo pipefail
+
+[ $# -ge 2 ] || { sed -n '2,/^set/p' "$0" | grep '^#' | cut -c3-; exit 2; }
+experiment=$1 out=$2 pack=${3:--}
+shift $(($# < 3 ? $# : 3))
+folder=runs/reproduce/$experiment
+tracefp4() { PYTHONPATH=src "${PYTHON:-python3}" -m tracefp4 "$@"; }
+
+mkdir -p "$out"
+if [ "$pack" != - ] && [ ! -e "$folder/plan.json" ]; then
+  tracefp4 reproduce unpack "$pack" "$folder" || exit
+fi
+tracefp4 reproduce "$experiment" --out "$folder" --max-minutes "${MINUTES:-8}" --jobs "${JOBS:-8}" "$@"
+code=$?
+[ $code -eq 0 ] || [ $code -eq 1 ] || [ $code -eq 4 ] || exit $code
+tracefp4 reproduce status "$folder"
+cp "$folder/results.md" "$folder/results.json" "$out/"
+tracefp4 reproduce pack "$folder" "$out/pack" --mb "${MB:-50}" || exit
+exit $code

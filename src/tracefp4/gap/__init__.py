@@ -1,0 +1,1 @@
+"""The deployment check: two forms of a model on the same inquiries. See docs/gap.md."""

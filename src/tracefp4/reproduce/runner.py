@@ -1,0 +1,255 @@
+"""One process a run, several side by side, until all are done or the time is up. Every process can be killed: the next
+invocation goes on where its run stood."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tracefp4 import signals
+from tracefp4.compare import Child, CompareError, child_environment, end_children
+from tracefp4.config import resolved
+from tracefp4.errors import TracefpError
+from tracefp4.evaluate import EVAL
+from tracefp4.files import append_text
+from tracefp4.report import ensure_dir, write_json_atomic
+from tracefp4.report.logger import METRICS, TIMING
+from tracefp4.report.provenance import usable_cores
+from tracefp4.reproduce.plan import Plan, Spec, scores_of, write_scores
+from tracefp4.reproduce.rung import RungConfig
+
+POLL_SECONDS = 0.2
+GRACE_SECONDS = 45.0
+"""A step of a large rung, with a GPU that is shared, ends before a run writes its state."""
+EARLY_STEPS = 3
+INVOCATIONS = "invocations.jsonl"
+Say = Callable[[str], None]
+
+_DIVERGED = re.compile(r"error: (the run diverged in step (\d+): .*)")
+_STOPPED_BY_WATCH = 3
+
+
+@dataclass
+class Outcome:
+    """What one invocation came to. failed: runs whose process failed otherwise than by diverging, with the reason."""
+
+    in_time: bool = True
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Limits:
+    """jobs: processes at once. deadline: time.monotonic() at which all stop, None for never. whole: start only runs
+    that are expected to end before it."""
+
+    jobs: int
+    deadline: float | None = None
+    whole: bool = False
+
+    @property
+    def left(self) -> float:
+        return float("inf") if self.deadline is None else self.deadline - time.monotonic()
+
+
+def default_jobs(plan: Plan) -> int:
+    """On a CPU as many as cores; on a GPU, whose kernels are small at this size, a process for every two cores."""
+    cores = usable_cores()
+    return min(len(plan.specs), cores if plan.device == "cpu" else max(1, cores // 2))
+
+
+def run_plan(plan: Plan, limits: Limits, say: Say) -> Outcome:
+    """Makes the warm starts and runs what is left.
+
+    Raises:
+        CompareError: a warm start failed, or a run refused its settings, as all others would.
+        signals.Stopped: after a signal has ended all processes, their states saved.
+    """
+    started, outcome = time.monotonic(), Outcome()
+    try:
+        with signals.stoppable():
+            for path, rung in plan.starts.items():
+                if not _make_start(path, rung, plan.device, limits, say):
+                    outcome.in_time = False
+                    return outcome
+            _run_all(plan, limits, outcome, say)
+    finally:
+        facts = {"seconds": time.monotonic() - started, "jobs": limits.jobs, "device": plan.device}
+        append_text(plan.out / INVOCATIONS, json.dumps(facts) + "\n")
+    return outcome
+
+
+def _make_start(path: Path, rung: RungConfig, device: str, limits: Limits, say: Say) -> bool:
+    """Whether the warm start is there; False where the time was up first."""
+    if (path / "warmstart.json").is_file():
+        return True
+    ensure_dir(path.parent)
+    recipe = path.with_name(f"{path.name}.json")
+    write_json_atomic(recipe, resolved(rung.warmstart(device)))
+    command = [sys.executable, "-m", "tracefp4.train.warmstart", str(recipe), str(path), "--resume"]
+    child = Child(path.name, command, path.parent, (), append=True, log_name=f"{path.name}.log")
+    say(f"{path.name}: making the warm start, see {child.log_path}")
+    child.start(child_environment(rung.start.threads))
+    try:
+        while (code := child.poll()) is None:
+            if limits.left <= 0:
+                say(f"{path.name}: time is up; the next call goes on from its last evaluation")
+                return False
+            time.sleep(POLL_SECONDS)
+    finally:
+        end_children([child], 0.0)
+    if code:
+        last = "\n  ".join(child.tail())
+        raise CompareError(f"the warm start {path.name} failed with exit code {code}: {last}")
+    say(f"{path.name}: {child.tail()[-1]} in {child.seconds:.0f} s")
+    return True
+
+
+@dataclass
+class _Job:
+    """A run's process, of its training and evaluation."""
+
+    spec: Spec
+    child: Child
+    told: bool = False
+
+
+def _run_all(plan: Plan, limits: Limits, outcome: Outcome, say: Say) -> None:
+    waiting = [spec for spec in plan.specs if not spec.done]
+    environment = child_environment(max(1, usable_cores() // limits.jobs))
+    running: list[_Job] = []
+    try:
+        while waiting or running:
+            while len(running) < limits.jobs and (spec := _next(waiting, running, plan, limits, outcome)):
+                waiting.remove(spec)
+                running.append(_started(spec, environment, say))
+            if limits.left <= 0 or not running:
+                outcome.in_time = outcome.in_time and not (running or waiting)
+                return
+            time.sleep(POLL_SECONDS)
+            for job in list(running):
+                if (code := job.child.poll()) is None:
+                    _tell_early(job, say)
+                    continue
+                running.remove(job)
+                _ended(job, code, outcome, say)
+    finally:
+        end_children([job.child for job in running], GRACE_SECONDS)
+        for job in running:
+            say(f"{job.spec.name}: stopped after {job.child.steps_done()} of {job.spec.steps} steps")
+
+
+def _next(
+    waiting: Sequence[Spec], running: Sequence[_Job], plan: Plan, limits: Limits, outcome: Outcome
+) -> Spec | None:
+    """The next run whose policy, where it takes another's, is there; None where none may start now."""
+    for spec in waiting:
+        if not spec.trains and not spec.trained:
+            source = next((s for s in plan.specs if s.run_dir == spec.policy_dir), None)
+            pending = source in waiting or any(job.spec is source for job in running)
+            if pending or source is None or source.failed:
+                continue
+        expected = expected_seconds(spec, plan)
+        if limits.whole and expected is not None and expected + _evaluation_seconds(spec, plan) > limits.left:
+            outcome.in_time = False
+            continue
+        return spec
+    return None
+
+
+def _started(spec: Spec, environment: dict[str, str], say: Say) -> _Job:
+    child = Child(spec.name, spec.command(), spec.folder, (spec.seed,), append=True, log_name=f"seed{spec.seed}.log")
+    done = child.steps_done()
+    what = "training" if not done else f"going on after step {done}"
+    say(f"{spec.name}: {what if spec.trains and not spec.trained else 'evaluating'}")
+    child.start(environment)
+    return _Job(spec, child)
+
+
+def _ended(job: _Job, code: int, outcome: Outcome, say: Say) -> None:
+    """Takes note of how a process ended."""
+    spec, tail = job.spec, job.child.tail()
+    diverged = _DIVERGED.search("\n".join(tail))
+    if code == 0 and spec.trained and _evaluation_complete(spec):
+        write_scores(spec)
+        seconds = step_seconds(spec) if spec.trains else None
+        say(f"{spec.name}: done" + ("" if seconds is None else f", {seconds:.2f} s a step"))
+    elif diverged or code == _STOPPED_BY_WATCH:
+        why = diverged[1] if diverged else (tail[-1] if tail else "a watchdog ended it")
+        step = int(diverged[2]) if diverged else job.child.steps_done()
+        write_json_atomic(spec.failure, {"step": step, "reason": why})
+        say(f"{spec.name}: {why}")
+    elif code == TracefpError.exit_code:  # settings: every other run of the arm would end so too
+        raise CompareError(f"{spec.name} was refused: {' '.join(tail[-1:])}")
+    else:
+        outcome.failed[spec.name] = f"ended with exit code {code}; its log is {job.child.log_path}"
+        for line in tail[-5:]:
+            say(f"  {line}")
+        say(f"{spec.name}: {outcome.failed[spec.name]}")
+
+
+def _evaluation_complete(spec: Spec) -> bool:
+    path = spec.eval_dir / EVAL
+    return path.is_file() and bool(json.loads(path.read_bytes()).get("complete"))
+
+
+def _tell_early(job: _Job, say: Say) -> None:
+    """Seconds a step, and what they add up to, as soon as a few steps are measured."""
+    if job.told or not job.spec.trains or job.spec.trained or job.child.steps_done() < EARLY_STEPS:
+        return
+    job.told = True
+    if (seconds := step_seconds(job.spec)) is not None:
+        left = (job.spec.steps - job.child.steps_done()) * seconds / 60
+        say(f"{job.spec.name}: {seconds:.2f} s a step, {left:.1f} min for the steps left")
+
+
+def _evaluation_seconds(spec: Spec, plan: Plan) -> float:
+    """The most that another run of the table took."""
+    known = [scores["seconds"] for other in plan.of_table(spec.table.key) if (scores := scores_of(other))]
+    return float(max(known, default=0.0))
+
+
+# Times
+
+
+def steps_done(spec: Spec) -> int:
+    """Lines in a run's metrics.jsonl."""
+    try:
+        return (spec.run_dir / METRICS).read_bytes().count(b"\n")
+    except OSError:
+        return 0
+
+
+def timings(run_dir: Path) -> list[dict[str, float]]:
+    """Whole lines of a run's timing.jsonl."""
+    try:
+        lines = (run_dir / TIMING).read_bytes().split(b"\n")[:-1]
+    except OSError:
+        return []
+    return [json.loads(line) for line in lines]
+
+
+def step_time(line: dict[str, float]) -> float:
+    """Seconds of one step: rollout (or, asynchronously, the wait for it), training, weights."""
+    return sum(line.get(f"{name}_seconds", 0.0) for name in ("rollout", "wait", "train", "weight_sync"))
+
+
+def step_seconds(spec: Spec) -> float | None:
+    """Median seconds of a step; None before the first."""
+    times = [step_time(line) for line in timings(spec.run_dir)]
+    return statistics.median(times) if times else None
+
+
+def expected_seconds(spec: Spec, plan: Plan) -> float | None:
+    """Of the steps that a run has left, by its own steps or those of its table's other runs; None if there are none."""
+    own = timings(spec.run_dir)
+    if spec.trained or not spec.trains:
+        return 0.0
+    others = [s for other in plan.of_table(spec.table.key) if (s := step_seconds(other)) is not None]
+    seconds = step_seconds(spec) or (max(others) if others else None)
+    return None if seconds is None else (spec.steps - len(own)) * seconds

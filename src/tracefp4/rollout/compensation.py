@@ -1,0 +1,93 @@
+"""QUADS and Rollout-ResQ: the rollout adds a second FP4 product of what rounding took from its activations.
+
+QUADS (arXiv 2607.15810):        Y = Q(X) Q(W)^T + Q(R_C) Q(W_C)^T, C the channels with the largest residual norm.
+Rollout-ResQ (arXiv 2607.26515): Y = Q(X) Q(W)^T + S(Q(R)) Q(W)^T, S keeps half of the channels, or 2 of every 4.
+
+R = X - Q(X). Channels keep their places: a block of 16 holds 0 where a channel is not in C, and W_C is the columns of
+the quantized W, so that both products read the same weights. Legend: N rows of a step, I input channels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tracefp4.formats import QuantizedBlocks, get_format
+from tracefp4.recipe import Compensation, QuantRecipe
+
+
+class ResidualCompensation:
+    """The second operand of a quantized expert product, and sums of what it gives back."""
+
+    def __init__(self, recipe: QuantRecipe, compensation: Compensation) -> None:
+        assert recipe.activations is not None
+        self.format = get_format(recipe.activations)
+        self.encode_scale = recipe.site_encode_scale("expert_input")
+        self.compensation = compensation
+        self._sums: Tensor | None = None
+
+    @staticmethod
+    def of(recipe: QuantRecipe) -> ResidualCompensation | None:
+        return None if recipe.compensation is None else ResidualCompensation(recipe, recipe.compensation)
+
+    def residual(self, x_NI: Tensor, blocks: QuantizedBlocks) -> QuantizedBlocks:
+        """The second product's operand in the packed form that a kernel reads: Q(R_C) or S(Q(R)).
+
+        x: what ``blocks`` was quantized from, every row real: rows that are padding would take part in the norms.
+        """
+        c, fmt = self.compensation, self.format
+        r_NI = x_NI.float() - fmt.dequantize(blocks)
+        if c.rule == "quads":
+            kept = self._quantize(torch.where(select(r_NI, c), r_NI, 0.0))
+        else:
+            whole = self._quantize(r_NI)
+            codes = torch.where(select(fmt.dequantize(whole), c), whole.unpacked_codes(), 0)
+            kept = QuantizedBlocks(fmt.pack(codes), whole.scales, whole.encode_scale, whole.format, whole.shape)
+        self._count(r_NI, fmt.dequantize(kept))
+        return kept
+
+    def operand(
+        self, x_NI: Tensor, blocks: QuantizedBlocks, operand_NI: Tensor, epilogue_N1: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(FP32 operand, epilogue) whose one product is the sum of the two: Q(X) + Q(R_C), in units of Q(X)'s 1/S.
+
+        With power-of-two encode scales each summand is exact; the sum is rounded once to FP32, far below the rounding
+        of the product's own accumulation.
+        """
+        second_NI, second_epilogue = self.format.operands(self.residual(x_NI, blocks), dtype=torch.float32)
+        if epilogue_N1 is None or second_epilogue is None:
+            return operand_NI + second_NI, epilogue_N1
+        return operand_NI + second_NI * (second_epilogue / epilogue_N1), epilogue_N1
+
+    def metrics(self) -> dict[str, float]:
+        """Since the last call: the share of ||R||^2 on values that are given back, and what is left of it,
+        ||R - second||^2 / ||R||^2. Empty where nothing was computed."""
+        if self._sums is None:
+            return {}
+        residual, kept, left = self._sums.tolist()
+        self._sums = None
+        if not residual:
+            return {}
+        return {"compensation/kept_share": kept / residual, "compensation/error_left": left / residual}
+
+    def _quantize(self, r_NI: Tensor) -> QuantizedBlocks:
+        return self.format.quantize(r_NI, encode_scale=self.encode_scale)
+
+    def _count(self, r_NI: Tensor, second_NI: Tensor) -> None:
+        """Adds on the device: nothing is read back before ``metrics``."""
+        energy = r_NI.square().sum()
+        kept = torch.where(second_NI != 0, r_NI, 0.0).square().sum()
+        sums = torch.stack([energy, kept, (r_NI - second_NI).square().sum()]).double()
+        self._sums = sums if self._sums is None else self._sums + sums
+
+
+def select(r_NI: Tensor, compensation: Compensation) -> Tensor:
+    """bool [N, I]: the channels that are kept, the first of equal ones."""
+    N, I = r_NI.shape
+    if compensation.select == "2:4":
+        of_four = r_NI.abs().unflatten(-1, (-1, 4))
+        order = of_four.argsort(dim=-1, descending=True, stable=True)[..., :2]
+        return torch.zeros_like(of_four, dtype=torch.bool).scatter(-1, order, True).flatten(-2)
+    norms = r_NI.square() if compensation.select == "row" else r_NI.square().sum(0, keepdim=True)
+    order = norms.argsort(dim=-1, descending=True, stable=True)[:, : max(1, round(compensation.share * I))]
+    return torch.zeros_like(norms, dtype=torch.bool).scatter(-1, order, True).expand(N, I)

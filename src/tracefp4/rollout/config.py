@@ -1,0 +1,86 @@
+"""Settings of the engine, and which code runs it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+
+from tracefp4.config import StrictModel
+from tracefp4.errors import TracefpError
+from tracefp4.files import warn
+from tracefp4.kernels.grouped_experts.packed import TILE
+from tracefp4.kernels.quantize_record import TRITON_FORMATS
+from tracefp4.recipe import QuantRecipe
+from tracefp4.rollout.model import ModelShape
+
+
+class RolloutConfig(StrictModel):
+    """Sizes of the engine.
+
+    dtype: compute dtype of everything that is not FP4. max_num_seqs: sequences decoded together.
+    max_tokens_per_step: prefill rows per step; longer prompts are chunked. page_size: slots of a cache page; 0: 16
+    with the backend "torch", 64 with the others. num_pages: cache pages; 0 sizes the cache so that max_num_seqs
+    sequences of max_model_len fit. max_model_len: prompt plus response tokens of one sequence.
+
+    backend: "torch", plain operations; "triton", this package's kernels; "native", FP4 matrix units for the experts'
+    products and Triton for the rest; "auto": triton on a CUDA device where the kernels take model and recipe, else
+    torch. cuda_graphs: a decode step is captured once per batch size and replayed (CUDA only). memory_gb: gigabytes
+    (10^9 bytes) for weights, cache, recording and workspace together; what is left after the others becomes cache
+    pages. 0: num_pages decides.
+    """
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    max_num_seqs: int = Field(128, ge=1)
+    max_tokens_per_step: int = Field(4096, ge=1)
+    page_size: int = Field(0, ge=0)
+    num_pages: int = Field(0, ge=0)
+    max_model_len: int = Field(256, ge=2)
+    backend: Literal["auto", "torch", "triton", "native"] = "auto"
+    cuda_graphs: bool = True
+    memory_gb: float = Field(0.0, ge=0)
+
+
+def resolve(config: RolloutConfig, device: str, shape: ModelShape, recipe: QuantRecipe) -> RolloutConfig:
+    """The same settings with "auto" and page_size 0 replaced by what they mean on a device for a model and recipe.
+
+    Raises TracefpError for settings that exclude one another, and for a backend that does not run the model or recipe.
+    """
+    backend = config.backend
+    obstacle = "" if backend == "torch" else _obstacle(shape, recipe, config)
+    if backend == "auto":
+        backend = "triton" if torch.device(device).type == "cuda" and not obstacle else "torch"
+        if obstacle and torch.device(device).type == "cuda":
+            warn(f"the rollout runs in plain torch, since the kernels do not take {obstacle}")
+    elif obstacle:
+        raise TracefpError(f'rollout.backend "{backend}" does not run {obstacle}: set rollout.backend="torch"')
+    if config.memory_gb and config.num_pages:
+        raise TracefpError("rollout.memory_gb and rollout.num_pages both size the cache: set one of them to 0")
+    page_size = config.page_size or (16 if backend == "torch" else 64)
+    if backend != "torch" and page_size % 16:
+        raise TracefpError(f'rollout.page_size {page_size} is no multiple of 16, which backend "{backend}" needs')
+    graphs = config.cuda_graphs and backend == "triton"  # native products ask the host for the rows of each expert
+    return config.model_copy(update={"backend": backend, "page_size": page_size, "cuda_graphs": graphs})
+
+
+def _obstacle(shape: ModelShape, recipe: QuantRecipe, config: RolloutConfig) -> str:
+    """What of a model or recipe the kernels do not take, naming the setting; "" where they take all of it."""
+    r, why = recipe, ""
+    if recipe.compensation is not None:
+        why = "residual compensation (method quads or resq)"
+    elif config.dtype != "bfloat16":
+        why = f'rollout.dtype "{config.dtype}", the kernels compute in bfloat16'
+    elif shape.head_dim not in (64, 128, 256):
+        why = f"the checkpoint's head_dim {shape.head_dim}, the kernels take 64, 128 or 256"
+    elif r.activations is not None and r.weights is None:
+        why = f'quant.activations "{r.activations}" with quant.weights "none"'
+    elif r.guided_layers and r.bits < 1:
+        why = f"records of scales alone (method.bits {r.bits:g})"
+    elif unknown := [n for n in (r.weights, r.activations, r.kv) if n not in (None, *TRITON_FORMATS)]:
+        why = f'format "{unknown[0]}", the kernels know {" and ".join(TRITON_FORMATS)}'
+    elif r.weights is not None:
+        for field, width in (("hidden_size", shape.hidden), (shape.expert_width_field, shape.expert_width)):
+            if width % TILE:
+                why = f"the checkpoint's {field} {width}, the kernels take multiples of {TILE} in FP4"
+    return why

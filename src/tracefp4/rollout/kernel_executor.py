@@ -1,0 +1,143 @@
+"""Runs scheduled rows over the kernels: decode by static buffers, everything else eagerly; records as rows leave."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tracefp4.guidance import full_bits
+from tracefp4.guidance.stream import RowLayout, StreamRecorder
+from tracefp4.recipe import QuantRecipe
+from tracefp4.rollout.config import RolloutConfig
+from tracefp4.rollout.decode import DecodeRunner
+from tracefp4.rollout.kernel_model import Context, KernelModel, KernelStep, Recording, Span
+from tracefp4.rollout.model import ModelShape
+from tracefp4.rollout.paged_pool import PagedPool
+from tracefp4.rollout.sampler import sample
+from tracefp4.rollout.scheduler import Scheduled
+
+CONTEXT_ROWS = 1 << 16
+"""Context rows that a prefill step reads back at a time (one sequence's at least)."""
+
+
+def row_layout(shape: ModelShape, recipe: QuantRecipe, probe: bool = False) -> RowLayout | None:
+    """What a run keeps of a row, or what a probe does: full codes of all layers. None where there is nothing."""
+    kv_width = shape.kv_heads * shape.head_dim
+    widths = {"expert_input": shape.hidden, "key": kv_width, "value": kv_width}
+    if probe:
+        full = {full_bits(name) for name in (recipe.activations, recipe.kv) if name}
+        return RowLayout(recipe, range(shape.layers), full.pop(), widths) if len(full) == 1 else None
+    layout = RowLayout(
+        recipe, recipe.guided_layers, recipe.bits, widths, (shape.routed_layers, shape.experts_per_token)
+    )
+    return layout if layout.nbytes else None
+
+
+def chunk_rows(config: RolloutConfig) -> int:
+    """Rows of a recorder's device buffer: the most that a step can have."""
+    return max(config.max_tokens_per_step, config.max_num_seqs)
+
+
+class KernelExecutor:
+    """recipe: what is recorded. config: resolved. num_pages: of the cache, without its scratch page."""
+
+    def __init__(self, model: KernelModel, recipe: QuantRecipe, config: RolloutConfig, num_pages: int) -> None:
+        self.model, self.recipe, self.config, self.device = model, recipe, config, model.device
+        shape = model.shape
+        self.pool = PagedPool(shape, recipe, num_pages, config.page_size, self.device, model.backend)
+        self._slots = num_pages * config.page_size
+        layout = row_layout(shape, recipe)
+        self.recorder = None if layout is None else self._make_recorder(layout)
+        self.probe: StreamRecorder | None = None
+        self.runner = DecodeRunner(
+            model,
+            self.pool,
+            config.max_num_seqs,
+            -(-config.max_model_len // config.page_size),
+            self.recorder,
+            graphs=config.cuda_graphs and torch.device(self.device).type == "cuda",
+        )
+
+    def _make_recorder(self, layout: RowLayout) -> StreamRecorder:
+        return StreamRecorder(layout, self._slots, chunk_rows(self.config), self.device)
+
+    def expect_probes(self) -> None:
+        """Makes the recorder of full codes, which is large, when the first request asks for it."""
+        if self.probe is None and (layout := row_layout(self.model.shape, self.recipe, probe=True)) is not None:
+            self.probe = self._make_recorder(layout)
+
+    def run(self, batch: list[Scheduled]) -> list[tuple[int, float]]:
+        """(token, log-prob) of every scheduled sequence whose rows are complete, in order.
+
+        Raises FloatingPointError where logits are not finite; the same rows can run again then.
+        """
+        probed = self.probe is not None and any(s.seq.request.probe for s in batch)
+        if not probed and all(s.stop - s.start == 1 and s.samples for s in batch):
+            return self.runner.run([s.seq for s in batch], self.poll)
+        step = self._prepare(batch, probed)
+        logits = self.model.run(step, self.pool)
+        self.poll()
+        seqs = [s.seq for s in batch if s.samples]
+        if not seqs:
+            return []
+        positions = torch.tensor([len(s.tokens) for s in seqs], device=self.device)
+        ids, logprobs = sample(logits, [s.request.sampling for s in seqs], positions, self.model.backend)
+        return list(zip(ids.tolist(), logprobs.tolist(), strict=True))
+
+    def _prepare(self, batch: list[Scheduled], probed: bool) -> KernelStep:
+        """Rows of any number per sequence; where each has one, attention is that of a decode step."""
+        page, device = self.config.page_size, self.device
+        tokens = torch.tensor([t for s in batch for t in s.seq.tokens[s.start : s.stop]])
+        positions = torch.cat([torch.arange(s.start, s.stop) for s in batch])
+        whole = [_slots(s.seq.block_table, s.stop, page) for s in batch]
+        slots = torch.cat([x[s.start :] for x, s in zip(whole, batch, strict=True)])
+        counts = torch.tensor([s.stop - s.start for s in batch])
+        last = (counts.cumsum(0) - 1)[torch.tensor([s.samples for s in batch])]
+        recordings = []
+        if self.recorder is not None:
+            first = self.recorder.begin(slots)
+            recordings.append(Recording(self.recorder, torch.arange(first, first + len(slots)).to(device)))
+        if probed:
+            flags = torch.repeat_interleave(torch.tensor([s.seq.request.probe for s in batch]), counts)
+            recordings.append(self._probe_rows(slots, flags))
+        step = KernelStep(
+            tokens.to(device), positions.to(device), slots.to(device), tuple(recordings), last_rows=last.to(device)
+        )
+        if int(counts.max()) > 1:
+            return replace(step, contexts=self._contexts(batch, whole))
+        tables = torch.zeros(len(batch), max(len(s.seq.block_table) for s in batch), dtype=torch.int32)
+        for row, s in zip(tables, batch, strict=True):
+            row[: len(s.seq.block_table)] = torch.tensor(s.seq.block_table, dtype=torch.int32)
+        return replace(step, tables=tables.to(device), lengths=(positions + 1).int().to(device))
+
+    def _probe_rows(self, slots: Tensor, flags: Tensor) -> Recording:
+        assert self.probe is not None
+        first = self.probe.begin(slots[flags])
+        rows = torch.where(flags, first + flags.long().cumsum(0) - 1, self.probe.scratch_row)
+        return Recording(self.probe, rows.to(self.device))
+
+    def _contexts(self, batch: list[Scheduled], whole: list[Tensor]) -> tuple[Context, ...]:
+        groups: list[tuple[list[Tensor], list[Span]]] = []
+        first = start = 0
+        for s, slots in zip(batch, whole, strict=True):
+            if not groups or start + len(slots) > CONTEXT_ROWS:
+                groups.append(([], []))
+                start = 0
+            groups[-1][0].append(slots)
+            groups[-1][1].append(Span(first, s.stop - s.start, start, start + len(slots)))
+            first, start = first + s.stop - s.start, start + len(slots)
+        return tuple(Context(torch.cat(slots).to(self.device), tuple(spans)) for slots, spans in groups)
+
+    def poll(self, wait: bool = False) -> None:
+        """Works off records that have reached the host."""
+        for recorder in (self.recorder, self.probe):
+            if recorder is not None:
+                recorder.poll(wait)
+
+
+def _slots(table: list[int], stop: int, page: int) -> Tensor:
+    """int64 [stop]: slots of a sequence's first tokens."""
+    at = torch.arange(stop)
+    return torch.tensor(table, dtype=torch.int64)[at // page] * page + at % page

@@ -1,0 +1,252 @@
+"""The forward over the GPU kernels: the same model, the same roundings, other orders of summation.
+
+Legend: N rows of this step, B sequences, P pages of a block table, T context rows, H query heads, G KV heads, D
+head_dim.
+
+Nothing in a decode step asks the host anything, so that it can be captured. Prefill reads the context back from the
+cache as BF16 (exact: E2M1 * SF), so that a row sees its own K and V as every later one will, and attends with torch's
+scaled_dot_product_attention, sequence by sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from tracefp4.formats import QuantizedBlocks
+from tracefp4.guidance.stream import StreamRecorder
+from tracefp4.kernels.decoder_ops import add_norm, choose_experts, norm_rotate
+from tracefp4.kernels.grouped_experts import PackedExperts, routed_experts
+from tracefp4.kernels.paged_attention import paged_decode
+from tracefp4.kernels.quantize_record import RecordTarget, quantize_record
+from tracefp4.recipe import QuantRecipe, quantize_expert_weights
+from tracefp4.rollout.model import Experts, Layer, ModelShape, RolloutModel
+from tracefp4.rollout.paged_pool import PagedPool
+from tracefp4.rollout.weights import Take, check_weights, put
+
+PACK_VALUES = 1 << 26
+"""Weight values quantized at a time: the temporaries of more would crowd the cache out."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows [first, first + rows) of a step, the last of the context rows [start, stop) of one sequence."""
+
+    first: int
+    rows: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Context:
+    """Some sequences whose contexts are read together: slots int64 [T], one context behind the other."""
+
+    slots: Tensor
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Where a step's rows are recorded: rows int64 [N] of a recorder's device buffer."""
+
+    recorder: StreamRecorder
+    rows: Tensor
+
+
+@dataclass(frozen=True)
+class KernelStep:
+    """Rows of one step.
+
+    tokens, positions, slots int64 [N]. Decode: one row per sequence, tables int32 [N, P], lengths int32 [N], 0 for
+    padding. Prefill: contexts, which together have all rows (None in a decode step).
+    last_rows int64: rows whose logits are wanted, None for all. recordings: the run's own record, and the probe's.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    recordings: tuple[Recording, ...] = ()
+    tables: Tensor | None = None
+    lengths: Tensor | None = None
+    contexts: tuple[Context, ...] | None = None
+    last_rows: Tensor | None = None
+
+    def targets(self, site: str, layer: int) -> list[RecordTarget]:
+        found = [r.recorder.target(site, layer, r.rows) for r in self.recordings]
+        return [t for t in found if t is not None]
+
+
+class KernelModel(RolloutModel):
+    """``RolloutModel`` over the kernels. backend: theirs, "triton", or "torch" for their references."""
+
+    def __init__(
+        self, shape: ModelShape, recipe: QuantRecipe, dtype: torch.dtype, device: str, backend: str = "triton"
+    ) -> None:
+        super().__init__(shape, recipe, dtype, device)
+        self.backend = backend
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """As ``RolloutModel.load``, without a second copy of all weights: checks everything, then writes in place."""
+        given = {name: w.detach() for name, w in weights}
+        check_weights(given, self.shape, self.dtype)
+        self.fill(lambda name: given[name].to(self.device, self.dtype))
+
+    @torch.no_grad()
+    def fill(self, take: Take) -> None:
+        """Writes all weights, layer by layer, from the second time on into the same memory: captured graphs read it.
+
+        A failure halfway, such as no memory for a temporary, leaves weights of two versions, and ``broken`` set.
+        """
+        s = self.shape
+        old = (self._embed, self._norm, self._head) if self._layers else (None, None, None)
+        self.broken = True
+        self._embed = put(old[0], take("model.embed_tokens.weight"))
+        for i in range(s.layers):
+            layer = self._layers[i] if i < len(self._layers) else None
+            self._layers[i : i + 1] = [put(layer, self._load_layer(i, take))]
+        self._norm = put(old[1], take("model.norm.weight"))
+        self._head = self._embed if s.tied_embeddings else put(old[2], take("lm_head.weight"))
+        self.broken = False
+
+    def _expert_matrices(self, w_EOI: Tensor) -> Experts:
+        """BF16 as it is, or packed; a few experts at a time, since each has an encode scale of its own."""
+        name = self.recipe.weights
+        if name is None:
+            return w_EOI
+        E, O, I = w_EOI.shape
+        some = max(1, PACK_VALUES // (O * I))
+        packed = None
+        for start in range(0, E, some):
+            part = PackedExperts.pack(quantize_expert_weights(w_EOI[start : start + some], name, self.recipe.pow2))
+            if len(part.epilogue) == E:
+                return part
+            packed = packed or _empty_experts(part, E)
+            whole = packed
+            stop = start + part.experts
+            put(whole.words[start:stop], part.words)
+            put(whole.scales[start:stop], part.scales)
+            put(whole.epilogue[start:stop], part.epilogue)
+        assert packed is not None
+        return packed
+
+    @torch.no_grad()
+    def run(self, step: KernelStep, pool: PagedPool) -> Tensor:
+        """Logits [n, V] of the wanted rows. Writes the step's K and V, and its record."""
+        s = self.shape
+        experts: list[Tensor] = []
+        eps, backend = s.norm_eps, self.backend
+        residual, h = add_norm(self._embed[step.tokens], None, self._layers[0].input_norm, eps, backend=backend)
+        for i, layer in enumerate(self._layers):
+            residual, h = add_norm(
+                residual, self._attend(i, layer, h, step, pool), layer.post_norm, eps, backend=backend
+            )
+            following = self._layers[i + 1].input_norm if i + 1 < s.layers else self._norm
+            y = self._mlp(i, layer, h, step, experts)
+            residual, h = add_norm(residual, y, following, eps, backend=backend)
+        if experts:
+            for recording in step.recordings:
+                recording.recorder.write_experts(recording.rows, torch.stack(experts, dim=1))
+        return F.linear(h if step.last_rows is None else h[step.last_rows], self._head)
+
+    def _attend(self, i: int, layer: Layer, h_NH: Tensor, step: KernelStep, pool: PagedPool) -> Tensor:
+        s = self.shape
+        N = h_NH.shape[0]
+        qkv = F.linear(h_NH, layer.qkv)
+        q, k = norm_rotate(
+            qkv, layer.q_norm, layer.k_norm, self._cos, self._sin, step.positions, s.heads, s.kv_heads, s.norm_eps,
+            backend=self.backend,
+        )  # fmt: skip
+        v = qkv.view(N, s.heads + 2 * s.kv_heads, s.head_dim)[:, s.heads + s.kv_heads :]
+        keys, values = step.targets("key", i), step.targets("value", i)
+        pool.write(i, step.slots, k, v, (keys[0], values[0]) if keys else None)
+        for key, value in zip(keys[1:], values[1:], strict=True):
+            self._record_again(k.flatten(1), key)
+            self._record_again(v.flatten(1), value)
+        if step.contexts is not None:
+            out = self._prefill(i, q, step.contexts, pool)
+        else:
+            assert step.tables is not None
+            assert step.lengths is not None
+            out = paged_decode(q, pool.layers[i], step.tables, step.lengths, s.head_dim**-0.5, backend=self.backend)
+        return F.linear(out.view(N, -1), layer.o)
+
+    def _record_again(self, x_NK: Tensor, target: RecordTarget) -> None:
+        """The same slots, since they are a function of the row, in another width."""
+        assert self.recipe.kv is not None
+        quantize_record(x_NK, self.recipe.kv, self.recipe.kv_encode_scale, backend=self.backend, record=target)
+
+    def _prefill(self, i: int, q_NHD: Tensor, contexts: tuple[Context, ...], pool: PagedPool) -> Tensor:
+        cache = pool.layers[i]
+        out = torch.empty_like(q_NHD)
+        scale = self.shape.head_dim**-0.5 * cache.k_epilogue
+        for context in contexts:
+            k, v = pool.read(i, context.slots)
+            for span in context.spans:
+                rows, at = slice(span.first, span.first + span.rows), slice(span.start, span.stop)
+                out[rows] = _causal(q_NHD[rows], k[at], v[at], scale)
+        return out if cache.v_epilogue == 1.0 else out * cache.v_epilogue
+
+    def _mlp(self, i: int, layer: Layer, h_NH: Tensor, step: KernelStep, experts: list[Tensor]) -> Tensor:
+        s = self.shape
+        if layer.dense_gate_up is not None:
+            return self._dense(layer, h_NH)
+        if s.dense_model:
+            gates, chosen = h_NH.new_ones(len(h_NH), 1, dtype=torch.float32), h_NH.new_zeros(len(h_NH), 1).long()
+        else:
+            gates, chosen = self._choose(i, layer, h_NH)
+            experts.append(chosen)
+        return self._experts(layer, self._quantized_input(i, h_NH, step), gates, chosen)
+
+    def _choose(self, i: int, layer: Layer, h_NH: Tensor) -> tuple[Tensor, Tensor]:
+        """(gates f32 [N, K], experts int64 [N, K]) by the router."""
+        assert layer.router is not None
+        logits = F.linear(h_NH, layer.router)
+        return choose_experts(logits, self.shape.experts_per_token, self.shape.norm_topk_prob, backend=self.backend)
+
+    def _quantized_input(self, i: int, h_NH: Tensor, step: KernelStep) -> Tensor | QuantizedBlocks:
+        """The experts' input, quantized and recorded in one pass, or as it is."""
+        r = self.recipe
+        if r.activations is None:
+            return h_NH
+        first, *more = [*step.targets("expert_input", i), None]
+        scale = r.site_encode_scale("expert_input")
+        blocks = quantize_record(h_NH, r.activations, scale, backend=self.backend, record=first)
+        for target in more:
+            if target is not None:
+                quantize_record(h_NH, r.activations, scale, backend=self.backend, record=target)
+        return blocks
+
+    def _experts(self, layer: Layer, x: Tensor | QuantizedBlocks, gates: Tensor, chosen: Tensor) -> Tensor:
+        r = self.recipe
+        assert isinstance(layer.gate_up, (PackedExperts, Tensor))
+        assert isinstance(layer.down, (PackedExperts, Tensor))
+        scale = r.site_encode_scale("expert_input") or "row"
+        return routed_experts(
+            x, chosen, gates, layer.gate_up, layer.down, backend=self.backend, activations=r.activations,
+            encode_scale=scale,
+        )  # fmt: skip
+
+
+def _empty_experts(part: PackedExperts, E: int) -> PackedExperts:
+    words, scales, epilogue = (t.new_empty(E, *t.shape[1:]) for t in (part.words, part.scales, part.epilogue))
+    return PackedExperts(words, scales, epilogue, part.format)
+
+
+def _causal(q_QHD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:
+    """Attention of a sequence's last Q tokens over its T, [Q, H, D]."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q_QHD, k_TGD, v_TGD))
+    Q, T = q.shape[2], k.shape[2]
+    if Q == T:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    elif Q == 1:
+        out = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
+    else:
+        bias = causal_lower_right(Q, T)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=True)
+    return out[0].transpose(0, 1)

@@ -1,0 +1,109 @@
+"""The whole flow of the rollout benchmark over the kernels' references, and its arithmetic."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tracefp4.bench.rollout import Row, UniformModel, main, part_of, ratios, table
+
+# fmt: off
+SMALL = [
+    "--device", "cpu", "--layers", "2", "--hidden", "128", "--heads", "4", "--kv-heads", "2", "--head-dim", "64",
+    "--experts", "4", "--top-k", "2", "--expert-width", "128", "--vocab", "64", "--contexts", "40,90",
+    "--steps", "2", "--budget-gb", "0.003", "--max-seqs", "2",
+]
+# fmt: on
+
+
+def test_every_form_at_every_context(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--out", str(tmp_path), "--commit", "abc"]) == 0
+    document = json.loads((tmp_path / "rollout.json").read_text())
+    rows = document["rows"]
+    assert [(r["form"], r["context"]) for r in rows] == [
+        ("bf16", 40), ("bf16", 90), ("fp4", 40), ("fp4-recorded", 40), ("fp4", 90), ("fp4-recorded", 90),
+    ]  # fmt: skip
+    assert document["environment"]["commit"] == "abc"
+    for r in rows:
+        assert r["error"] is None
+        assert r["checked"] == "logits off by 0 of their norm"  # references against themselves
+        assert 1 <= r["sequences"] <= 2
+        assert r["tokens_per_s"] == pytest.approx(r["sequences"] / r["median_ms"] * 1e3)
+        assert r["quartiles_ms"][0] <= r["median_ms"] <= r["quartiles_ms"][1]
+        assert r["weight_bytes"] + r["cache_bytes"] <= 0.003e9
+        assert r["bytes_step"] < r["weight_bytes"] + r["cache_bytes"]
+    by = {(r["form"], r["context"]): r for r in rows}
+    assert by["fp4", 90]["weight_bytes"] < by["bf16", 90]["weight_bytes"]
+    assert by["fp4", 90]["sequences"] >= by["bf16", 90]["sequences"]
+    assert {(e["context"], e["form"]) for e in document["ratios"]} == {
+        (c, f) for c in (40, 90) for f in ("fp4", "fp4-recorded")
+    }
+    assert "| bf16 | 40 |" in capsys.readouterr().out
+    assert (tmp_path / "rollout.md").read_text().startswith("| form |")
+
+
+def test_a_row_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
+    """A context that fits nobody's budget."""
+    arguments = [*SMALL, "--contexts", "40,200000", "--forms", "bf16", "--out", str(tmp_path), "--routing", "router"]
+    assert main(arguments) == 1
+    first, second = json.loads((tmp_path / "rollout.json").read_text())["rows"]
+    assert first["error"] is None
+    assert "holds no sequence of 200000 tokens" in second["error"]
+    assert main([*SMALL, "--seconds", "-1", "--out", str(tmp_path)]) == 1
+    rows = json.loads((tmp_path / "rollout.json").read_text())["rows"]
+    assert all("not begun" in r["error"] for r in rows)
+
+
+def test_no_time_is_printed_where_logits_are_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, calls = UniformModel.run, []
+
+    def wrong(self: UniformModel, *arguments: Any) -> Any:
+        calls.append(0)
+        return run(self, *arguments) * (-1 if len(calls) % 2 else 1)
+
+    monkeypatch.setattr(UniformModel, "run", wrong)
+    assert main([*SMALL, "--contexts", "40", "--forms", "fp4", "--out", str(tmp_path)]) == 1
+    (row,) = json.loads((tmp_path / "rollout.json").read_text())["rows"]
+    assert "AssertionError: logits are off by 2 of their norm" in row["error"]
+    assert row["median_ms"] is None
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_ratios_are_of_tokens_per_second_and_of_bytes() -> None:
+    rows = [
+        Row("bf16", 8, sequences=2, bound_ms=10.0, median_ms=20.0, tokens_per_s=100.0),
+        Row("fp4", 8, sequences=8, bound_ms=10.0, median_ms=24.0, tokens_per_s=330.0),
+        Row("fp4-recorded", 8, sequences=8, bound_ms=10.0, median_ms=25.0, tokens_per_s=320.0),
+    ]
+    plain, recorded = ratios(rows)
+    assert plain["measured"] == pytest.approx(3.3)
+    assert plain["roofline"] == pytest.approx(4.0)
+    assert recorded["share"] == pytest.approx(0.8)
+    assert recorded["recording_share"] == pytest.approx(0.04)
+    assert ratios(rows[1:]) == []
+    assert "FAILED" in table([Row("bf16", 8, error="RuntimeError: no memory")])
+
+
+@pytest.mark.parametrize(
+    ("kernel", "part"),
+    [
+        ("_attend_fp4", "attention"),
+        ("_products_dense", "experts"),
+        ("_write_kv", "quantize and record"),
+        ("nvjet_tst_128x64_64x8_2x1_v_bz_TNN", "projections and head"),
+        ("void at::native::vectorized_elementwise_kernel<4>", "other"),
+    ],
+)
+def test_kernels_belong_to_parts(kernel: str, part: str) -> None:
+    assert part_of(kernel) == part
+
+
+def test_unknown_forms_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--forms", "fp8"])
+    assert "not fp8" in capsys.readouterr().err

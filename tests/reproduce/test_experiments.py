@@ -1,0 +1,102 @@
+"""What each command compares, and which rows are left of it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tracefp4.config import ConfigError
+from tracefp4.loop import RunConfig
+from tracefp4.reproduce.experiments import EXPERIMENTS, Arm, chosen
+from tracefp4.reproduce.rung import FOLDER, find_recipe, load_rung
+from tracefp4.tasks import ToolTask, build_text_tokenizer, build_tokenizer, make_task
+from tracefp4.tasks.sandbox import sandbox_support
+from tracefp4.train.teaching import Teacher
+from tracefp4.train.warmstart import build_model
+
+MODES = ["bf16", "fp32", "naive", "qat", "trace", "trace-all"]
+RECIPES = sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def names(experiment: str, wanted: list[str], modes: list[str] = MODES) -> dict[str, list[str]]:
+    found = chosen(EXPERIMENTS[experiment], wanted, modes)
+    return {table.key: [arm.name for arm in table.arms] for table in found.tables}
+
+
+def test_rows_are_chosen_by_label_or_mode() -> None:
+    assert names("main", ["trace", "bf16"]) == {"decoupled": ["bf16", "trace"], "bypass": ["bf16", "trace"]}
+    assert names("bits", ["1.125 bits"]) == {"bits": ["1.125 bits"]}
+    assert names("bits", ["bf16"]) == {"bits": ["bf16"], "parts": ["bf16"]}
+    assert names("bits", ["trace-all"])["bits"][:2] == ["4.5 bits", "1.5 bits"]
+    assert names("bits", ["trace-all"])["parts"] == ["trace-all"]
+
+
+def test_a_mode_of_no_table_joins_all() -> None:
+    assert names("main", ["bf16", "fp32"]) == {"decoupled": ["bf16", "fp32"], "bypass": ["bf16", "fp32"]}
+
+
+def test_the_policy_that_is_evaluated_is_trained() -> None:
+    assert names("ptq", ["ptq:nvfp4"]) == {"ptq": ["bf16", "ptq:nvfp4"]}
+
+
+def test_unknown_and_missing_modes() -> None:
+    with pytest.raises(ConfigError, match="there is no mode 'trase'; did you mean trace"):
+        names("main", ["trase"])
+    with pytest.raises(ConfigError, match="--modes names qat twice"):
+        names("main", ["qat", "qat"])
+    with pytest.raises(ConfigError, match="reproduce main compares qarl, quads, which this version does not have"):
+        names("main", [])
+
+
+def test_folders_are_plain_names() -> None:
+    for experiment in EXPERIMENTS.values():
+        for table in experiment.tables:
+            folders = [arm.folder for arm in table.arms]
+            assert len(set(folders)) == len(folders)
+            assert not set("".join(folders)) & set("/: ,")
+    assert Arm("bf16", "ptq:4over6").folder == "ptq-4over6"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_recipes_of_the_ladder_fit_their_task(name: str) -> None:
+    """Prompt and solution, careless ones too, fit the limits; every rung but the wide one has a state under 60 MB."""
+    rung = load_rung(name)
+    weak = {"isolation": "weak"} if rung.task.name == "programs" and not sandbox_support().full else {}
+    task = make_task(rung.task.model_copy(update=weak))
+    try:
+        tokenizer = build_text_tokenizer() if rung.start.tokenizer == "text" else build_tokenizer()
+        assert len(tokenizer) <= rung.start.model.vocab_size
+        teacher = Teacher(task, rung.start.optimizer.mistake_share)
+        for prompt in task.train_prompts(0, 64):
+            turns, replies = teacher.turns(prompt), []
+            if isinstance(task, ToolTask):
+                replies = [task.respond(prompt, turns[:n]) or "" for n in range(1, len(turns))]
+            tokens = len(tokenizer("".join([*turns, *replies])).input_ids) + len(turns)
+            assert tokens <= rung.sampling.max_new_tokens
+            assert max(len(turn) for turn in turns) < rung.start.stop.max_new_tokens
+            assert len(prompt.text) + rung.sampling.max_new_tokens <= rung.rollout.max_model_len
+        assert rung.rollout.max_model_len <= rung.start.model.max_position_embeddings
+        RunConfig.model_validate(rung.recipe("somewhere"))
+        with torch.device("meta"):
+            weights = sum(p.numel() for p in build_model(rung.warmstart(), tokenizer).parameters())
+        assert 12 * weights <= 60e6 or name == "wide"  # FP32 masters and two moments: a state
+    finally:
+        getattr(task, "close", lambda: None)()
+
+
+def test_the_start_has_one_name_wherever_it_is_made() -> None:
+    rung = load_rung("ladder-6")
+    two = rung.model_copy(update={"start": rung.start.model_copy(update={"threads": 2})})
+    assert two.start_hash == rung.start_hash
+    other = rung.model_copy(update={"start": rung.start.model_copy(update={"seed": 1})})
+    assert other.start_hash != rung.start_hash
+
+
+def test_unknown_rungs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--recipe ladder-7 is no rung of the ladder: there are calculator, euclid"):
+        find_recipe("ladder-7")
+    monkeypatch.chdir(tmp_path)
+    assert find_recipe("ladder-6").is_file()  # from anywhere, in a checkout
+    Path("mine.toml").write_text('[start.optimizer]\neasy_share = 0.5\n[task]\nname = "euclid"\n')
+    with pytest.raises(ConfigError, match="easy_share must be 0: the task euclid has no one-digit variant"):
+        load_rung("mine.toml")

@@ -1,0 +1,178 @@
+"""Runs side by side: order, deadlines, failures, signals, and going on after each of them."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from tracefp4.compare import CompareError
+from tracefp4.reproduce.plan import Plan, make_plan, open_plan, read_plan, stored_request
+from tracefp4.reproduce.runner import INVOCATIONS, Limits, expected_seconds, run_plan, steps_done
+from tracefp4.signals import Stopped
+
+MakeUp = Callable[..., Plan]
+DIVERGED = "print('error: the run diverged in step 7: the policy loss is not finite; no state'); raise SystemExit(1)"
+REFUSED = "print('error: train.lr must be positive'); raise SystemExit(2)"
+CRASHED = "print('Traceback'); raise SystemExit(1)"
+
+
+def run(plan: Plan, jobs: int = 3, seconds: float | None = None, whole: bool = False) -> tuple[list[str], object]:
+    lines: list[str] = []
+    deadline = None if seconds is None else time.monotonic() + seconds
+    outcome = run_plan(plan, Limits(jobs, deadline, whole), lines.append)
+    return lines, outcome
+
+
+def test_all_runs_seed_by_seed(made_up: MakeUp) -> None:
+    plan = made_up()
+    assert [spec.name for spec in plan.specs[:4]] == [
+        "dynamics/bf16, seed 0",
+        "dynamics/qat, seed 0",
+        "dynamics/trace, seed 0",
+        "dynamics/bf16, seed 1",
+    ]
+    lines, outcome = run(plan)
+    assert plan.complete
+    assert outcome.in_time  # type: ignore[attr-defined]
+    assert "dynamics/trace, seed 1: done, 2.00 s a step" in lines
+    spec = plan.specs[1]
+    assert (
+        json.loads((spec.eval_dir / "scores.json").read_text())["forms"]["fp4"] == [[1.0, 1.0]] * 8 + [[0.0, 0.0]] * 2
+    )
+    again, _ = run(plan)
+    assert again == []  # nothing is started twice
+    facts = [json.loads(line) for line in (plan.out / INVOCATIONS).read_text().splitlines()]
+    assert [fact["jobs"] for fact in facts] == [3, 3]
+
+
+def test_a_deadline_stops_and_the_next_call_goes_on(made_up: MakeUp) -> None:
+    plan = made_up(steps=40, pause=0.05, modes=("bf16", "trace"), seeds=(0,))
+    lines, outcome = run(plan, seconds=1.0)
+    assert not outcome.in_time  # type: ignore[attr-defined]
+    first = steps_done(plan.specs[0])
+    assert 3 <= first < 40
+    assert f"dynamics/bf16, seed 0: stopped after {first} of 40 steps" in lines
+    assert any("dynamics/bf16, seed 0: 2.00 s a step, " in line for line in lines)
+    assert list((plan.specs[0].run_dir / "states").iterdir())
+    lines, outcome = run(made_up(steps=40, modes=("bf16", "trace"), seeds=(0,)))
+    assert outcome.in_time  # type: ignore[attr-defined]
+    assert f"dynamics/bf16, seed 0: going on after step {first}" in lines
+    assert steps_done(plan.specs[0]) == 40
+    log = (plan.specs[0].folder / "seed0.log").read_text().splitlines()
+    assert log == ["bf16 0 from 0", f"bf16 0 from {first}"]
+
+
+def test_whole_starts_only_what_ends_in_time(made_up: MakeUp) -> None:
+    plan = made_up(modes=("bf16",), seeds=(0, 1))
+    _, outcome = run(plan, jobs=1, seconds=20, whole=True)  # 20 steps of 2 s: the second would take 40 s
+    assert plan.specs[0].done
+    assert not plan.specs[1].run_dir.exists()
+    assert not outcome.in_time  # type: ignore[attr-defined]
+    assert expected_seconds(plan.specs[1], plan) == 40.0
+
+
+def test_a_run_that_diverges_is_a_result(made_up: MakeUp) -> None:
+    plan = made_up(sources={"qat": DIVERGED}, seeds=(0,))
+    _, outcome = run(plan)
+    assert plan.complete
+    assert outcome.failed == {}  # type: ignore[attr-defined]
+    assert json.loads(plan.specs[1].failure.read_text()) == {
+        "step": 7,
+        "reason": "the run diverged in step 7: the policy loss is not finite; no state",
+    }
+
+
+def test_a_crash_ends_one_run_and_is_tried_again(made_up: MakeUp) -> None:
+    plan = made_up(sources={"qat": CRASHED}, seeds=(0,))
+    lines, outcome = run(plan)
+    assert list(outcome.failed) == ["dynamics/qat, seed 0"]  # type: ignore[attr-defined]
+    assert "  Traceback" in lines
+    assert [spec.done for spec in plan.specs] == [True, False, True]
+    run(made_up(seeds=(0,)))
+    assert plan.complete
+
+
+def test_refused_settings_end_all(made_up: MakeUp) -> None:
+    plan = made_up(sources={"qat": REFUSED}, pause=0.2, seeds=(0,))
+    with pytest.raises(CompareError, match=r"dynamics/qat, seed 0 was refused: error: train\.lr must be positive"):
+        run(plan)
+    assert not plan.specs[0].trained
+
+
+def test_ctrl_c_saves_all_states(made_up: MakeUp) -> None:
+    plan = made_up(steps=200, pause=0.05, modes=("bf16", "trace"), seeds=(0,))
+
+    def interrupt() -> None:
+        while not all(steps_done(spec) >= 3 for spec in plan.specs):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(Stopped):
+        run(plan)
+    assert all(list((spec.run_dir / "states").iterdir()) for spec in plan.specs)
+    assert json.loads((plan.out / INVOCATIONS).read_text())["device"] == "cpu"
+
+
+def test_a_policy_is_evaluated_once_it_is_trained(made_up: MakeUp) -> None:
+    plan = made_up(modes=("bf16", "ptq:nvfp4"), seeds=(0,), experiment="ptq")
+    assert [spec.trains for spec in plan.specs] == [True, False]
+    assert plan.specs[1].policy_dir == plan.specs[0].run_dir
+    lines, _ = run(plan)
+    assert lines.index("ptq/bf16, seed 0: done, 2.00 s a step") < lines.index("ptq/ptq:nvfp4, seed 0: evaluating")
+    assert plan.complete
+
+
+def test_the_command_of_a_run(made_up: MakeUp, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(stored_request(read_plan(made_up().out)), made_up().out)
+    monkeypatch.undo()
+    spec = plan.specs[2]
+    words = spec.command()
+    assert words[1:5] == ["-m", "tracefp4", "chain", "--"]
+    train, evaluation = words[5 : words.index("+")], words[words.index("+") + 1 :]
+    assert train[:2] == ["train", str(plan.out / "recipes/dynamics.json")]
+    assert {"method.name=trace", "run.steps=20", "train.tis_cap=5", "--resume", "--end-with-stdin"} <= set(train)
+    assert evaluation[:2] == ["eval", str(spec.run_dir)]
+    assert evaluation[evaluation.index("--forms") + 1] == "bf16,fp4"
+
+
+def test_a_folder_keeps_to_its_settings(made_up: MakeUp) -> None:
+    made_up()
+    more = made_up(seeds=(0, 1, 2), modes=("bf16", "qat", "trace", "naive"))
+    assert read_plan(more.out)["seeds"] == [0, 1, 2]
+    for change, message in (
+        ({"seeds": (0,)}, "has seed 1 too, which --seeds leaves out"),
+        ({"seeds": (0, 1, 2), "modes": ("bf16",)}, "has naive in dynamics too, which --modes leaves out"),
+        ({"seeds": (0, 1, 2), "steps": 7}, "has --steps 20, now it is 7"),
+        ({"experiment": "main", "modes": ("bf16",)}, "has --experiment dynamics, now it is main"),
+    ):
+        with pytest.raises(Exception, match=message):
+            made_up(**change)
+    assert len(read_plan(more.out)["resumes"]) == 1
+
+
+def test_overrides_change_the_recipe_of_all_rows(made_up: MakeUp) -> None:
+    out = made_up().out
+    request = stored_request(read_plan(out))
+    for settings, same_start in ((("train.lr=1e-3",), True), (("task.free_letters=3",), False)):
+        plan = make_plan(replace(request, settings=settings), out)
+        assert (list(plan.starts) == list(make_plan(request, out).starts)) == same_start
+        with pytest.raises(Exception, match=r"has other overrides \(none\): give the same"):
+            open_plan(plan)
+    plan = make_plan(replace(request, settings=("train.lr=3e-4",)), out.parent / "other")
+    open_plan(plan)
+    recipe = json.loads((plan.out / "recipes/dynamics.json").read_text())
+    assert recipe["train"]["lr"] == 3e-4
+    assert make_plan(stored_request(read_plan(plan.out)), plan.out) == plan
+
+
+def test_a_damaged_plan_is_named(made_up: MakeUp) -> None:
+    plan = made_up()
+    (plan.out / "plan.json").write_text("{")
+    with pytest.raises(Exception, match=r"plan.json cannot be read .* reproduce into another --out"):
+        open_plan(plan)

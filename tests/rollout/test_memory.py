@@ -1,0 +1,171 @@
+"""The budget in bytes: what is counted, what is left for pages, and what is refused; settings by backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kernel_case import dense, engine, moe, requests
+from tiny import tiny_recipe
+from tracefp4.errors import TracefpError
+from tracefp4.recipe import Compensation, QuantRecipe
+from tracefp4.rollout.config import RolloutConfig, resolve
+from tracefp4.rollout.memory import plan, weight_bytes
+from tracefp4.rollout.model import ModelShape
+
+# Qwen3-30B-A3B
+REAL = ModelShape(
+    layers=48, hidden=2048, heads=32, kv_heads=4, head_dim=128, experts=128, experts_per_token=8, expert_width=768,
+    dense_width=6144, vocab=151936, norm_eps=1e-6, rope_theta=1e6, norm_topk_prob=True, max_positions=40960,
+    tied_embeddings=False, dense_layers=frozenset(),
+)  # fmt: skip
+
+
+def real_plan(form: str, **settings: Any) -> Any:
+    recipe = QuantRecipe(48) if form == "bf16" else QuantRecipe(48, "nvfp4", "nvfp4", "nvfp4", guided_layers=(46, 47))
+    config = RolloutConfig(backend="triton", max_model_len=8192, max_num_seqs=512, memory_gb=130, **settings)
+    return plan(REAL, recipe, resolve(config, "cpu", REAL, recipe))
+
+
+@pytest.mark.parametrize("method", ["bf16", "naive", "w4a16", "a4"])
+@pytest.mark.parametrize("backend", ["torch", "references"])
+@pytest.mark.parametrize("shape", [moe(), moe(mlp_only_layers=[0], tie_word_embeddings=False), dense()], ids=str)
+def test_weight_bytes_are_those_of_the_tensors(shape: Any, backend: str, method: str) -> None:
+    quant = {"w4a16": {"activations": "none"}, "a4": {"weights": "none"}}.get(method, {})
+    if (method, backend) == ("a4", "references"):
+        return  # refused there
+    name = method if method in ("bf16", "naive") else "naive"
+    made = engine(name, backend, shape, quant)
+    tables = made.model._cos.nbytes + made.model._sin.nbytes
+    counted = weight_bytes(made.shape, made.recipe, torch.bfloat16, made.config.backend)
+    assert counted == sum(t.nbytes for t in made.model.weight_tensors) + tables
+
+
+def test_fp4_leaves_more_pages_to_the_same_budget() -> None:
+    """61.1 GB of BF16 weights against 19.4 GB, and a token of 98,304 bytes against 27,648."""
+    bf16, fp4 = real_plan("bf16"), real_plan("fp4")
+    assert 60.5e9 < bf16.weights < 61.5e9
+    assert 19e9 < fp4.weights < 20e9
+    assert (bf16.slot, fp4.slot) == (98304, 27648)
+    assert 5 < fp4.pages / bf16.pages < 6.2
+    for p in (bf16, fp4):
+        assert p.fixed + (p.pages + 1) * 64 * p.slot <= 130e9
+        assert p.fixed + (p.pages + 3) * 64 * p.slot > 130e9
+
+
+def test_recording_is_counted_and_does_not_grow_with_the_cache() -> None:
+    small, large = real_plan("fp4"), real_plan("fp4", max_tokens_per_step=8192)
+    assert small.recording > 0
+    assert large.recording == pytest.approx(2 * small.recording, rel=1e-3)
+    assert large.pages < small.pages
+    assert real_plan("bf16").recording < small.recording  # the routing alone
+
+
+def test_no_more_pages_than_can_be_used() -> None:
+    made = engine("naive", "references", memory_gb=1.0)
+    assert made.blocks.num_pages == 4 * 3
+    assert len(made.generate(requests(3))) == 3
+
+
+@pytest.mark.parametrize("backend", ["torch", "references"])
+def test_an_engine_stays_within_its_budget(backend: str) -> None:
+    config = RolloutConfig(
+        max_num_seqs=4, max_model_len=48, page_size=16, max_tokens_per_step=16,
+        backend="torch" if backend == "torch" else "triton",
+    )  # fmt: skip
+    shape, recipe = ModelShape.from_hf(moe()), tiny_recipe("trace-all", 2)
+    fixed = plan(shape, recipe, resolve(config, "cpu", shape, recipe))
+    budget = (fixed.fixed + 5.5 * 16 * fixed.slot) / 1e9
+    made = engine("trace-all", backend, max_tokens_per_step=16, memory_gb=budget)
+    assert made.blocks.num_pages == (5 if backend == "torch" else 4)
+    assert len(made.generate(requests(6))) == 6
+    held = sum(t.nbytes for t in made.model.weight_tensors)
+    if made.kernels is not None:
+        held += sum(t.nbytes for c in made.kernels.pool.layers for t in c.tensors)
+        assert made.kernels.recorder is not None
+        held += made.kernels.recorder._device_rows.nbytes
+        assert made.kernels.recorder._device_rows.nbytes == fixed.recording
+    assert held <= budget * 1e9
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_budget_that_holds_no_sequence_is_refused_with_the_sum(backend: str) -> None:
+    what = r"rollout.memory_gb 0.0001 does not hold one sequence: weights .* GB, .*max_model_len 48 .*at least 0\.0"
+    with pytest.raises(TracefpError, match=what) as error:
+        engine("naive", "torch" if backend == "torch" else "references", memory_gb=0.0001)
+    least = float(str(error.value).rsplit(" ", 1)[1]) * 1.01
+    engine("naive", "torch" if backend == "torch" else "references", memory_gb=least)
+
+
+# -- settings -------------------------------------------------------------------------------------------------------
+
+
+def test_auto_follows_the_device() -> None:
+    for device, backend, page in (("cpu", "torch", 16), ("meta", "torch", 16), ("cuda", "triton", 64)):
+        found = resolve(RolloutConfig(), device, REAL, QuantRecipe(48))
+        assert (found.backend, found.page_size) == (backend, page)
+    own = resolve(RolloutConfig(backend="torch", page_size=7), "cuda", REAL, QuantRecipe(48))
+    assert own.page_size == 7
+    assert not resolve(RolloutConfig(backend="native"), "cuda", REAL, QuantRecipe(48)).cuda_graphs
+
+
+@pytest.mark.parametrize(
+    ("recipe", "config", "named"),
+    [
+        (QuantRecipe(48), RolloutConfig(dtype="float32"), 'rollout.dtype "float32"'),
+        (QuantRecipe(48, "mxfp4-even", "mxfp4-even"), RolloutConfig(), 'format "mxfp4-even"'),
+        (QuantRecipe(48, "nvfp4", "nvfp4", compensation=Compensation("quads")), RolloutConfig(), "quads"),
+        (QuantRecipe(48, "nvfp4", "nvfp4", guided_layers=(1,), bits=0.5), RolloutConfig(), "scales alone"),
+    ],
+)
+def test_auto_takes_torch_where_the_kernels_do_not_apply(
+    recipe: QuantRecipe, config: RolloutConfig, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert resolve(config, "cuda", REAL, recipe).backend == "torch"
+    assert named in capsys.readouterr().err
+    with pytest.raises(TracefpError, match="does not run .*" + named):
+        resolve(config.model_copy(update={"backend": "triton"}), "cuda", REAL, recipe)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"page_size": 24}, r'rollout.page_size 24 is no multiple of 16, which backend "triton" needs'),
+        ({"memory_gb": 1.0, "num_pages": 3}, r"memory_gb and rollout.num_pages both size the cache"),
+        ({"dtype": "float32"}, r'"triton" does not run rollout.dtype "float32".*set rollout.backend="torch"'),
+    ],
+)
+def test_settings_that_exclude_each_other(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(TracefpError, match=message) as error:
+        engine("naive", "triton", **settings)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "quant", "message"),
+    [
+        (moe(head_dim=32), {}, "head_dim 32, the kernels take 64, 128 or 256"),
+        (moe(), {"weights": "none"}, 'quant.activations "nvfp4" with quant.weights "none"'),
+        (moe(), {"kv": "mxfp4-even"}, 'format "mxfp4-even", the kernels know nvfp4 and nvfp4-exact'),
+        (moe(moe_intermediate_size=64), {}, "moe_intermediate_size 64, the kernels take multiples of 128"),
+        (dense(intermediate_size=96), {}, "intermediate_size 96"),
+    ],
+    ids=lambda x: str(x)[:20],
+)
+def test_models_that_the_kernels_do_not_take(config: Any, quant: dict[str, Any], message: str) -> None:
+    with pytest.raises(TracefpError, match=message):
+        engine("naive", "triton", config, quant, load=False)
+    engine("naive", "torch", config, quant, load=False)
+
+
+def test_triton_on_the_cpu_needs_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("tensors are on the GPU")
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    made = engine("naive", "triton")
+    made.add_request(requests(1)[0])
+    with pytest.raises(TracefpError, match="backend 'triton' needs tensors on a GPU"):
+        made.step()

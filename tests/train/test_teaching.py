@@ -1,0 +1,138 @@
+"""The warm start's batches and samples of tasks with several turns, and a warm start that is interrupted."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tracefp4.errors import TracefpError
+from tracefp4.tasks import Prompt, build_text_tokenizer, make_task
+from tracefp4.tasks.calculator import Calculator, CalculatorConfig
+from tracefp4.tasks.reasoning import ReasoningGymConfig
+from tracefp4.train import warmstart
+from tracefp4.train.teaching import IGNORED_LABEL, Teacher, pass_rate, sample_exchanges, supervised_batch
+from tracefp4.train.warmstart import WarmstartConfig, WarmstartError, run_warmstart
+
+TINY = WarmstartConfig.model_validate(
+    {
+        "tokenizer": "text",
+        "task": {"name": "calculator", "max_terms": 3, "max_digits": 2},
+        "model": {
+            "vocab_size": 112,
+            "hidden_size": 32,
+            "num_layers": 1,
+            "num_heads": 2,
+            "num_kv_heads": 1,
+            "head_dim": 16,
+            "num_experts": 4,
+            "moe_intermediate_size": 16,
+        },
+        "optimizer": {"batch_size": 4, "max_steps": 6, "easy_share": 0.0, "mistake_share": 0.5},
+        "stop": {"pass_rate_low": 0.9, "pass_rate_high": 1.0, "eval_every": 3, "eval_problems": 4, "max_new_tokens": 6},
+    }
+)
+CALCULATOR = Calculator(CalculatorConfig(min_terms=3, max_terms=3))
+
+
+def test_a_row_of_several_turns_learns_the_policys_tokens_only() -> None:
+    tokenizer, prompt = build_text_tokenizer(), CALCULATOR.train_prompts(0, 1)[0]
+    batch = supervised_batch(Teacher(CALCULATOR, 0.0), [prompt], tokenizer)
+    turns = CALCULATOR.solution_turns(prompt, False)
+    replies = [CALCULATOR.respond(prompt, turns[:n]) or "" for n in (1, 2)]
+    eos = tokenizer.eos_token
+    whole = f"{prompt.text}{turns[0]}{eos}{replies[0]}{turns[1]}{eos}{replies[1]}{turns[2]}{eos}"
+    assert tokenizer.decode(batch["input_ids"][0]) == whole
+    learned = batch["input_ids"][0][batch["labels"][0] != IGNORED_LABEL]
+    assert tokenizer.decode(learned) == "".join(turn + eos for turn in turns)
+
+
+def test_a_task_without_solutions_is_refused() -> None:
+    task = make_task(ReasoningGymConfig(families=["chain_sum"]))
+    with pytest.raises(TracefpError, match=r"task.name reasoning_gym writes no solutions"):
+        Teacher(task, 0.0)
+
+
+class Scripted:
+    """A model that writes given texts, a turn each, whatever it reads."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, texts: list[str]) -> None:
+        self.tokenizer = build_text_tokenizer()
+        self.turns = [[*self.tokenizer(text).input_ids, self.tokenizer.eos_token_id] for text in texts]
+        self.read: list[str] = []
+        self.place = 0
+
+    def __call__(self, input_ids: torch.Tensor, **_: object) -> object:
+        if input_ids.shape[1] > 1:
+            self.read.append(self.tokenizer.decode(input_ids[0]))
+            self.now, self.place = self.turns.pop(0), 0
+        logits = torch.full((*input_ids.shape, len(self.tokenizer)), -1e9)
+        logits[:, -1, self.now[self.place]] = 0.0
+        self.place += 1
+        return type("Output", (), {"logits": logits, "past_key_values": None})()
+
+    def eval(self) -> None:
+        pass
+
+
+def test_an_exchange_is_sampled_turn_by_turn() -> None:
+    prompt = Prompt("p", "2 + 3 + 4?", "9", {"expression": "2 + 3 + 4"})
+    model = Scripted(["<calc>2+3</calc>", "<calc>5+4</calc>", "#### 9"])
+    turns = sample_exchanges(model, model.tokenizer, CALCULATOR, [prompt], 0, 40)  # type: ignore[arg-type]
+    assert turns == [["<calc>2+3</calc>", "<calc>5+4</calc>", "#### 9"]]
+    assert model.read[1].endswith("<result>5</result>")
+    assert CALCULATOR.score(prompt, turns[0][-1]) == 1.0
+    cut = Scripted(["<calc>2+3</calc>"])
+    assert sample_exchanges(cut, cut.tokenizer, CALCULATOR, [prompt], 0, 4) == [[]]  # type: ignore[arg-type]
+
+
+def test_a_pass_rate_of_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = Prompt("p", "2 + 3?", "5", {"expression": "2 + 3"})
+    monkeypatch.setattr(CALCULATOR, "test_prompts", lambda n: [prompt])
+    model = Scripted(["<calc>2+3</calc>", "#### 5"])
+    assert pass_rate(model, model.tokenizer, CALCULATOR, 1, 0, 40) == (1.0, 22.0)  # type: ignore[arg-type]
+
+
+def test_an_interrupted_warm_start_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TINY.model_copy(update={"stop": TINY.stop.model_copy(update={"pass_rate_low": 0.0})})
+    rates = iter([2.0, 0.5, 2.0, 0.5])  # a jump over the band, then within
+
+    def at_random(*_: object) -> tuple[float, float]:
+        return next(rates), 3.0
+
+    monkeypatch.setattr(warmstart, "pass_rate", at_random)
+    monkeypatch.setattr(warmstart, "_write_checkpoint", lambda d, model, *_: _weights(d, model))
+    run_warmstart(config, tmp_path / "whole")
+    calls = 0
+    original = warmstart._update
+
+    def killed(*arguments: object) -> float:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise KeyboardInterrupt
+        return original(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(warmstart, "_update", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run_warmstart(config, tmp_path / "broken", resumable=True)
+    assert (tmp_path / ".broken.progress").is_file()
+    run_warmstart(config, tmp_path / "broken", resumable=True)
+    assert (tmp_path / "broken/weights").read_bytes() == (tmp_path / "whole/weights").read_bytes()
+    assert not (tmp_path / ".broken.progress").exists()
+
+
+def _weights(directory: Path, model: torch.nn.Module) -> dict[str, object]:
+    (directory / "weights").write_bytes(b"".join(p.detach().numpy().tobytes() for p in model.parameters()))
+    return {}
+
+
+def test_a_small_vocabulary_and_a_missing_device_are_one_sentence(tmp_path: Path) -> None:
+    small = TINY.model_copy(update={"model": TINY.model.model_copy(update={"vocab_size": 32})})
+    with pytest.raises(WarmstartError, match="vocab_size 32 is below the tokenizer's 98"):
+        run_warmstart(small, tmp_path / "out")
+    if not torch.cuda.is_available():
+        with pytest.raises(WarmstartError, match="this machine has no CUDA device"):
+            run_warmstart(TINY.model_copy(update={"device": "cuda"}), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
