@@ -177,9 +177,8 @@ def test_references_that_a_check_cannot_use_are_rows_that_cannot_be_used(tmp_pat
         {**ROW, "answer": "(4", "check": "regex"},
         {**ROW, "answer": "...", "check": "normalized"},
     )
-    with pytest.raises(
-        TracefpError, match=r"3 rows .*line 2: .*holds no number.*line 3: .*no regular.*line 4: .*empty"
-    ):
+    named = r"3 rows .*line 2: .*holds no number.*line 3: .*no regular.*line 4: .*empty"
+    with pytest.raises(TracefpError, match=named):
         read(path)
     assert len(read(path, skip_broken=True).inquiries) == 1
     with pytest.raises(TracefpError, match="one JSON array"):

@@ -95,7 +95,7 @@ class Endpoint:
             try:
                 await asyncio.gather(*tasks)
             except KeyboardInterrupt:
-                return  # a signal that struck a task has left the loop by then: raised again, it would be logged as lost
+                return  # a signal that struck a task has left the loop already; raised again, it is logged as lost
             finally:
                 for task in tasks:
                     task.cancel()
@@ -262,7 +262,7 @@ def read_answer(found: dict[str, Any] | Failure, seconds: float) -> Answer | Fai
 
 
 def _whole(text: str) -> str:
-    """With U+FFFD for halves of UTF-16 pairs, which JSON can carry (a token may end within an emoji) and UTF-8 cannot."""
+    """With U+FFFD for halves of UTF-16 pairs: JSON can carry them (a token may end within an emoji), UTF-8 cannot."""
     return _SURROGATE.sub("\ufffd", text)
 
 

@@ -77,8 +77,8 @@ def _verdict(facts: dict[str, Any]) -> dict[str, Any]:
     left_out = []
     if found["missing"]:
         left_out = [
-            f"Only {found['compared']:,} of {found['asked']:,} inquiries are compared: the others lack an answer or its "
-            "check (see What is missing)."
+            f"Only {found['compared']:,} of {found['asked']:,} inquiries are compared: the others lack an answer or "
+            "its check (see What is missing)."
         ]
     if gate is None:
         return {
