@@ -192,7 +192,7 @@ class Endpoint:
         """A server's text as part of a sentence: short, and without the key, which some servers repeat."""
         if self._key:
             text = text.replace(self._key, "***")
-        text = _whole(" ".join(text.split()))
+        text = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(text.split()))
         return text if len(text) <= 300 else text[:300] + "..."
 
 

@@ -254,7 +254,9 @@ def _missing(facts: dict[str, Any]) -> list[str]:
     for side, name in ((TRAIN, "Training"), (SERVE, "Serving")):
         form = facts["forms"][side]
         for what, reasons in (("no answer", form["failures"]), ("not checked", form["unchecked"])):
-            lines += [f"{name} form, {what}, {count} times: {reason}" for reason, count in reasons.items()]
+            lines += [
+                f"{name} form, {what}, {_plural(count, 'time', 'times')}: {reason}" for reason, count in reasons.items()
+            ]
     if found["left_out"]:
         lines.append(
             f"{_plural(len(found['left_out']), 'row', 'rows')} of the file could not be used and were left out:"
