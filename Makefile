@@ -1,6 +1,7 @@
 # make demo   train six methods side by side on the CPU and print the table
 # make test   lint, then all tests
 # make lint   ruff and mypy
+# make test-verl  the verl adapter in an environment of its own (.venv-verl), through real Ray; docs/verl.md
 # make gap-example   a small language model in BF16 and in four bits on 100 everyday inquiries (docs/gap-example.md)
 # make clean  remove the virtual environment and the caches; runs/ stays
 
@@ -13,7 +14,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo gap-example test lint clean
+VERL_VENV := .venv-verl
+VERL_BIN := $(VERL_VENV)/bin
+VERL_STAMP := $(VERL_VENV)/.installed
+
+.PHONY: demo gap-example test test-verl lint clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -33,6 +38,18 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+test-verl: $(VERL_STAMP)
+	VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=tracefp4.adapters.verl.plugin OMP_NUM_THREADS=1 \
+	  $(VERL_BIN)/python -m pytest tests/adapters
+	$(VERL_BIN)/python recipes/verl/acceptance.py runs/test-verl
+
+$(VERL_STAMP): recipes/verl/requirements.txt pyproject.toml
+	@echo "installing into $(VERL_VENV) (once, a few minutes)"
+	@$(PYTHON) -m venv $(VERL_VENV)
+	@$(VERL_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r recipes/verl/requirements.txt
+	@$(VERL_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
 # Installs once, and again only when the pins or the package's own metadata change. --no-build-isolation: the
 # pinned setuptools builds the package, so nothing outside the lock is fetched.
 $(STAMP): requirements-lock.txt pyproject.toml
@@ -46,4 +63,4 @@ $(STAMP): requirements-lock.txt pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VERL_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -113,9 +113,9 @@ def test_forward_backward_and_gradients_stay_on_the_device(monkeypatch: pytest.M
     """Without memory, nothing can be read on the host: a number asked for, or a host tensor mixed in, raises."""
     # transformers looks for packed sequences once a forward, on the host; the kernels need memory.
     monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", lambda positions: None)
-    monkeypatch.setattr("tracefp4.nn.context.fake_quantize", lambda x, *_: x.clone())
+    monkeypatch.setattr("tracefp4.nn.context.fake_quantize", lambda x, *_, **__: x.clone())
     rounded: list[Tensor] = []
-    monkeypatch.setattr("tracefp4.nn.context.guided_round", lambda x, *_: rounded.append(x) or x.clone())
+    monkeypatch.setattr("tracefp4.nn.context.guided_round", lambda x, *_, **__: rounded.append(x) or x.clone())
     monkeypatch.setattr("tracefp4.nn.weights.fake_quantized_matrices", lambda ws, *_: [w.detach().clone() for w in ws])
     with torch.device("meta"):
         model = transformers.Qwen3MoeForCausalLM(tiny_config()).bfloat16()

@@ -10,6 +10,7 @@ from meter.tracedata import (
     NEW_TOKENS,
     Row,
     Sampled,
+    crowded,
     drifted_model,
     nucleus,
     pick,
@@ -77,6 +78,17 @@ def test_fp4_noise_is_broad_and_no_fault(tmp_path: Path, seed: int) -> None:
     assert "--train A --rollout B" in finding.remedy
 
 
+def test_many_token_ids_explain_nothing_by_chance(tmp_path: Path) -> None:
+    samples = crowded(noise=0.2)
+    noise = only(meter(tmp_path, (trainer_rows(samples), rollout_rows(samples))))
+    assert not any("constant of the token id" in sentence for sentence in noise.evidence)
+    bias = np.random.default_rng(1).normal(0, 0.5, 400)
+    a = [Row(s.response, s.rollout + bias[s.response]) for s in samples]
+    weights = only(meter(tmp_path, (a, rollout_rows(samples))))
+    assert weights.values["explained_by_token_id"] == pytest.approx(1)
+    assert any("constant of the token id" in sentence for sentence in weights.evidence)
+
+
 def test_within_the_band_of_a_floor(tmp_path: Path) -> None:
     assert meter(tmp_path, clean(), floor=floor() / 1.1, band=1.2).verdict.passed
     outside = meter(tmp_path, clean(), floor=floor() / 1.5, band=1.2)
@@ -121,6 +133,36 @@ def test_temperature(tmp_path: Path, temperature: float, prompts: bool) -> None:
     # A is at the temperature, so that B is at its inverse relative to A.
     assert finding.values["T"] == pytest.approx(1 / temperature, rel=0.04)
     assert ("shared_prefixes" in finding.values) == prompts
+
+
+@pytest.mark.parametrize("temperature", [0.6, 0.8, 1.25, 1.6])
+@pytest.mark.parametrize("raw", ["A", "B"])
+def test_temperature_where_many_tokens_compete(tmp_path: Path, temperature: float, raw: str) -> None:
+    samples = crowded(temperature)
+    a = trainer_rows(samples, 1.0 if raw == "A" else temperature)
+    b = rollout_rows(samples) if raw == "A" else [Row(s.response, s.trainer(), {}) for s in samples]
+    finding = only(meter(tmp_path, (a, b)))
+    assert finding.kind == "temperature"
+    assert "about" in finding.title
+    assert finding.values["T"] == pytest.approx(
+        temperature if raw == "A" else 1 / temperature, rel=0.2
+    )  # drawn towards 1
+
+
+@pytest.mark.parametrize(("noise", "top_k"), [(0.05, 400), (0.2, 400), (0.04, 5), (0.04, 10)])
+def test_no_temperature_is_seen_in_noise_or_a_cut(tmp_path: Path, noise: float, top_k: int) -> None:
+    samples = crowded(noise=noise, top_k=top_k)
+    result = meter(tmp_path, (trainer_rows(samples), rollout_rows(samples)))
+    assert "temperature" not in [f.kind for f in result.findings]
+
+
+def test_shifted_log_probs_have_no_contexts(tmp_path: Path) -> None:
+    samples = sampled(SEED)
+    a = [Row(r.ids, np.roll(r.logprobs, -1), r.extra) for r in trainer_rows(samples, 0.7)]
+    shift, temperature = meter(tmp_path, (a, rollout_rows(samples))).findings
+    assert (shift.kind, temperature.kind) == ("shift", "temperature")
+    # Whose token ids the shifted log-probs are of is open, and so what they share.
+    assert "shared_prefixes" not in temperature.values
 
 
 def test_a_stated_temperature_says_which_side(tmp_path: Path) -> None:
@@ -258,6 +300,14 @@ def test_two_generations_are_not_two_tokenizers(tmp_path: Path) -> None:
     assert "teacher forcing" in finding.remedy
 
 
+def test_two_generations_that_never_agree_are_not_two_tokenizers(tmp_path: Path) -> None:
+    a, b = clean()
+    other = [Row([*q.ids[1:], q.ids[0]], r.logprobs) for r, q in zip(b, [*b[100:], *b[:100]], strict=True)]
+    finding = only(meter(tmp_path, (a, other)))
+    assert finding.kind == "other_responses"
+    assert "one tokenizer" in finding.evidence[0]
+
+
 def test_prompt_first_and_last_tokens_and_padding_of_one_side(tmp_path: Path) -> None:
     samples = sampled(SEED)
     a, b = clean()
@@ -276,6 +326,42 @@ def test_prompt_first_and_last_tokens_and_padding_of_one_side(tmp_path: Path) ->
         assert only(result).kind == kind
         assert result.figures.metrics["mismatch/logprob_abs_diff_mean"] == pytest.approx(floor()), kind
         assert len(result.misaligned) == 20
+
+
+def test_padding_of_one_side_is_one_finding(tmp_path: Path) -> None:
+    a, b = clean()
+    short = [3 + i % (NEW_TOKENS - 3) for i in range(len(a))]
+    b = [Row(r.ids[:n], r.logprobs[:n]) for r, n in zip(b, short, strict=True)]
+
+    def padded(left: bool) -> list[Row]:
+        rows = []
+        for r, n in zip(a, short, strict=True):
+            pads, fill = [0] * (NEW_TOKENS - n), np.full(NEW_TOKENS - n, -3.5)
+            ids, values = r.ids[:n], r.logprobs[:n]
+            parts = ((pads, fill), (ids, values)) if left else ((ids, values), (pads, fill))
+            rows.append(Row(parts[0][0] + parts[1][0], np.concatenate([parts[0][1], parts[1][1]])))
+        return rows
+
+    for left in (True, False):
+        result = meter(tmp_path, (padded(left), b))
+        assert only(result).title == "A counts padding"
+        assert result.figures.tokens == sum(short)
+
+
+@pytest.mark.parametrize("side", ["A", "B"])
+def test_the_prompt_on_both_sides(tmp_path: Path, side: str) -> None:
+    rng = np.random.default_rng(0)
+    a, b = [], []
+    for i, s in enumerate(sampled(SEED)):
+        size = 3 + i % 4
+        front, zeros = rng.normal(-3, 1, size), np.zeros(size)
+        ids = s.prompt[:size] + s.response
+        a.append(Row(ids, np.concatenate([front if side == "B" else zeros, s.trainer()])))
+        b.append(Row(ids, np.concatenate([zeros if side == "B" else front, s.rollout])))
+    result = meter(tmp_path, (a, b))
+    finding = only(result)
+    assert (finding.kind, finding.values["side"]) == ("prompt", side)
+    assert result.figures.metrics["mismatch/logprob_abs_diff_mean"] == pytest.approx(floor())
 
 
 def test_a_prompt_is_found_without_token_ids(tmp_path: Path) -> None:

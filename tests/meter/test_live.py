@@ -144,6 +144,10 @@ def test_prompts_from_files(tmp_path: Path) -> None:
     rows = read("b.jsonl", json.dumps({"prompt": "x"}) + "\n" + json.dumps({"messages": chat}) + "\n")
     assert (rows[0].text, rows[1].messages) == ("x", tuple(chat))
     assert len(read("c.txt", "a\nb\nc\n", count=2)) == 2
+    assert read("e.txt", "\ufeff1+1=\n")[0].text == "1+1="
+    (tmp_path / "f.txt").write_bytes(b"caf\xe9\n")
+    with pytest.raises(TracefpError, match=r"f\.txt is not UTF-8 \(at byte 3\)"):
+        read_prompts(LiveRequest(RunConfig(), prompts=tmp_path / "f.txt"), Parts())  # type: ignore[arg-type]
     with pytest.raises(
         TracefpError, match=r"d\.jsonl line 1 has no prompt: it needs a text or chat messages in one of"
     ):

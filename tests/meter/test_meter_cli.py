@@ -1,6 +1,7 @@
 """The command line: exit codes, files, and the page in a browser."""
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,6 +66,7 @@ def test_a_fault_fails_and_is_explained(
     [
         (("traces", "no.jsonl"), "no.jsonl does not exist"),
         (("traces", "FILE", "--floor", "0"), "--floor must be above 0"),
+        (("traces", "FILE", "FILE", "--floor", "inf"), "--floor must be above 0 and finite"),
         (("traces", "FILE"), "with one file, each line needs both columns"),
         (("traces", "FILE", "FILE", "--tokenizer", "nowhere"), "--tokenizer nowhere is no folder"),
         (("nowhere",), "there is neither a run folder nor a recipe at nowhere"),
@@ -89,6 +91,16 @@ def test_a_users_error_is_one_sentence(
     assert message in error
     assert "Traceback" not in error
     assert list(tmp_path.iterdir()) == []
+
+
+def test_names_that_are_no_unicode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / os.fsdecode(b"caf\xe9.jsonl")
+    lines = [{"id": f"\ud800{i}", "train_logprobs": [-1.0, -2.0], "rollout_logprobs": [-1.0, -2.0]} for i in range(3)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert run("traces", path, "--out", tmp_path / "m") == 0
+    result = json.loads((tmp_path / "m" / "meter.json").read_text(encoding="utf-8"))
+    assert (result["inputs"][0]["file"], result["outliers"][0]["id"][0]) == ("caf?.jsonl", "?")
+    assert "caf?.jsonl" in (tmp_path / "m" / "meter.html").read_text(encoding="utf-8")
 
 
 def test_a_run_folder(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import os
 import resource
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,14 @@ def test_slime_keeps_prompt_and_response_in_one_list() -> None:
     assert (record.lag, record.id, record.step) == (2.0, "11", 2)
 
 
+def test_tokens_in_front_of_the_response_name_the_prompt() -> None:
+    def line(prompt: list[int]) -> Record:
+        return read({"tokens": [*prompt, *IDS], "log_probs": A, "rollout_log_probs": B, "response_length": 3})
+
+    assert line([7, 8]).prompt == line([7, 8]).prompt != line([7, 9]).prompt
+    assert line([]).prompt is None
+
+
 def test_transformers_and_shifted_log_probs() -> None:
     record = read({"sequences": [4, *IDS], "transition_scores": A})
     assert record.layout == "transformers"
@@ -146,6 +156,20 @@ def test_a_line_that_is_no_record_says_why(line: dict[str, Any], message: str | 
     with pytest.raises(LayoutError) as caught:
         read(line)
     assert message in str(caught.value)
+
+
+def test_numbers_beyond_any_log_prob_step_or_token_id() -> None:
+    record = read({"token_ids": IDS, "logprobs": [float("nan"), "nan", 1e300], "loss_mask": [1, float("nan"), None]})
+    assert np.isposinf(record.logprobs["any"]).all()  # no log-probs, and not the same as null
+    assert record.mask is not None
+    assert record.mask.tolist() == [True, False, False]
+    line = {"token_ids": IDS, "logprobs": A, "step": 10**25, "temperature": 10**400, "lag": 10**400}
+    record = read(line)
+    assert (record.step, record.temperature, record.lag) == (None, None, None)
+    with pytest.raises(LayoutError, match="has an entry in logprobs that is no number"):
+        read({"token_ids": IDS, "logprobs": [10**400, -1.0, -1.0]})
+    with pytest.raises(LayoutError, match="has an entry in token_ids that is no token id"):
+        read({"token_ids": [1, 2.5, 3], "logprobs": A})
 
 
 def pair(folder: Path, n: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -207,6 +231,8 @@ def test_other_encodings_and_gzip(tmp_path: Path) -> None:
         "latin.jsonl": content.replace("–", "-").encode("latin-1"),
         "crlf.jsonl": content.replace("\n", "\r\n").encode(),
         "a.jsonl.gz": gzip.compress(content.encode()),
+        "gzip.jsonl": gzip.compress(content.encode()),  # by content, whatever its name
+        "plain.jsonl.gz": content.encode(),
     }
     plain = meter_traces(TraceRequest(first, second)).figures.metrics
     for name, data in versions.items():
@@ -217,6 +243,56 @@ def test_other_encodings_and_gzip(tmp_path: Path) -> None:
     (tmp_path / "cut.jsonl.gz").write_bytes(versions["a.jsonl.gz"][:-20])
     with pytest.raises(TracefpError, match=r"cut\.jsonl\.gz cannot be read"):
         meter_traces(TraceRequest(tmp_path / "cut.jsonl.gz", second))
+
+
+def test_a_pipe_is_read_once_from_its_start(tmp_path: Path) -> None:
+    a, b = pair(tmp_path, 20)
+    first, second = write(tmp_path / "a.jsonl", a), write(tmp_path / "b.jsonl", b)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_bytes(gzip.compress(second.read_bytes())), daemon=True)
+    writer.start()
+    assert meter_traces(TraceRequest(first, pipe)).figures.metrics == (
+        meter_traces(TraceRequest(first, second)).figures.metrics
+    )
+    writer.join()
+
+
+def test_nan_is_a_fault_and_null_is_not(tmp_path: Path) -> None:
+    a, b = pair(tmp_path, 20)
+    second = write(tmp_path / "b.jsonl", b)
+    a[3]["logprobs"][2] = a[5]["logprobs"][0] = None
+    assert meter_traces(TraceRequest(write(tmp_path / "a.jsonl", a), second)).verdict.passed
+    a[3]["logprobs"][2] = a[5]["logprobs"][0] = float("nan")
+    a[6]["logprobs"][1], a[6]["loss_mask"] = float("nan"), [1, 0] + [1] * 6  # not counted
+    result = meter_traces(TraceRequest(write(tmp_path / "a.jsonl", a), second))
+    assert [f.kind for f in result.findings] == ["nan"]
+    assert result.findings[0].title == "A holds NaN"
+    assert "2 counted log-probs of A" in result.findings[0].evidence[0]
+    assert "the first at position 2 of line 4" in result.findings[0].evidence[0]
+    assert not result.verdict.passed
+    assert result.figures.tokens == 20 * 8 - 3
+    for row in a:
+        row["logprobs"] = [float("nan")] * 8
+    result = meter_traces(TraceRequest(write(tmp_path / "a.jsonl", a), second))
+    assert [f.kind for f in result.findings] == ["nan"]
+    assert result.figures.tokens == 0
+
+
+def test_a_sampled_token_that_one_side_holds_impossible_fails(tmp_path: Path) -> None:
+    a, b = pair(tmp_path, 20)
+    a[3]["logprobs"][2] = "-inf"
+    a[4]["logprobs"][2] = b[4]["logprobs"][2] = -9999.0  # on both sides: no distance
+    result = meter_traces(TraceRequest(write(tmp_path / "a.jsonl", a), write(tmp_path / "b.jsonl", b)))
+    assert result.figures.impossible == 1
+    assert result.findings == ()
+    assert result.verdict.reasons == ("1 sampled token at log-prob -inf on one side: an infinite distance",)
+
+
+def test_far_log_probs_overflow_nothing() -> None:
+    sums = Sums()
+    sums.add(np.array([-1.0, 8000.0]), np.array([-8000.0, -1.0]))
+    assert all(np.isfinite(v) for v in sums.metrics().values())
 
 
 def test_figures_equal_those_of_the_trainer(tmp_path: Path) -> None:

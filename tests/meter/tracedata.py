@@ -98,6 +98,23 @@ def drifted_model(steps: int, size: float = 0.01) -> Any:
     return model
 
 
+@lru_cache(maxsize=8)
+def crowded(temperature: float = 1.0, noise: float = 0.02, top_k: int = 400) -> tuple[Sampled, ...]:
+    """64 responses of 40 tokens, of logits over 400 tokens with many competitors: an entropy that varies with the
+    position between near 0 and 4 nats, as a language model's. The rollout's logits have Gaussian noise."""
+    rng = np.random.default_rng(int(100 * temperature))
+    out = []
+    for i in range(64):
+        logits = rng.normal(size=(40, 400)) * rng.choice([1.5, 3.0, 5.0, 9.0], (40, 1), p=[0.1, 0.3, 0.3, 0.3])
+        rolled = (logits + noise * logits.std(-1, keepdims=True) * rng.normal(size=logits.shape)) / temperature
+        floor = np.sort(rolled, -1)[:, -top_k, None]
+        scores = np.where(rolled >= floor, rolled + rng.gumbel(size=rolled.shape), -np.inf)
+        ids = scores.argmax(-1).tolist()
+        kept = np.where(rolled >= floor, rolled, -np.inf)
+        out.append(Sampled([1, i], ids, pick(kept, ids), logits.astype(np.float32), i))
+    return tuple(out)
+
+
 @dataclass
 class Row:
     """A line of a trace file."""

@@ -202,7 +202,7 @@ def test_a_layer_asks_the_host_for_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     recipe = QuantRecipe(2, "nvfp4", "nvfp4", "nvfp4", guided_layers=(0, 1))
     context = prepare_model(model, recipe, TrainerForward(True, True, True, guided=True), products="grouped_mm")
     # The kernels themselves run outside torch's dispatch; the reference stands in, which is not watched.
-    quiet = lambda x, *_: x.clone()  # noqa: E731
+    quiet = lambda x, *_, **__: x.clone()  # noqa: E731
     for name in ("fake_quantize", "guided_round"):
         monkeypatch.setattr(f"tracefp4.nn.context.{name}", quiet)
     monkeypatch.setattr(

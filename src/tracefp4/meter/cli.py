@@ -133,17 +133,17 @@ def _decoder(folder: str) -> Any:
 def _finish(result: dict[str, Any], out: Path) -> None:
     """Writes both files, prints the essence, and exits by the verdict."""
     from tracefp4.files import write_text_atomic
-    from tracefp4.meter.page import render, to_json
+    from tracefp4.meter.page import printable, render, to_json
     from tracefp4.meter.summary import summary
     from tracefp4.report.logger import ensure_dir
     from tracefp4.report.provenance import provenance
 
-    result["provenance"] = provenance()
+    result = printable(result | {"provenance": provenance()})
     ensure_dir(out)
     write_text_atomic(out / "meter.json", to_json(result))
     write_text_atomic(out / "meter.html", render(result))
     for line in summary(result):
         typer.echo(line)
-    typer.echo(f"written: {out / 'meter.json'}, {out / 'meter.html'}")
+    typer.echo(printable(f"written: {out / 'meter.json'}, {out / 'meter.html'}"))
     if not result["verdict"]["passed"]:
         raise typer.Exit(1)

@@ -42,6 +42,15 @@ def to_json(result: dict[str, Any]) -> str:
     return json.dumps(_finite(result), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
+def printable(value: Any) -> Any:
+    """A result without lone surrogates, which a file's name or an id may hold and UTF-8 cannot."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {printable(k): printable(v) for k, v in value.items()}
+    return [printable(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(k): _finite(v) for k, v in value.items()}

@@ -110,10 +110,12 @@ def read_prompts(request: LiveRequest, parts: Parts) -> list[Prompt]:
         return list(parts.task.test_prompts(request.count))
     path = request.prompts
     if path.suffix == ".txt" and path.is_file():
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise TracefpError(f"--prompts {path} is not UTF-8 (at byte {error.start}); save it as UTF-8") from None
         rows = [
-            Row(f"{path} line {i}", {"prompt": line})
-            for i, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-            if line.strip()
+            Row(f"{path} line {i}", {"prompt": line}) for i, line in enumerate(text.splitlines(), 1) if line.strip()
         ]
         if not rows:
             raise TracefpError(f"--prompts {path} is empty: it has no lines")

@@ -14,6 +14,8 @@ from tracefp4.meter.traces.reading import Table
 
 OUTLIERS, CONTEXT = 25, 8
 TIS_CAP = 5.0
+_LARGEST = 300.0
+"""Exponents above it are cut: the square of a sum of such weights is still a number."""
 _STEPS = np.logspace(-4, 1, 21)
 _EDGES = np.concatenate([[-np.inf], -_STEPS[::-1], _STEPS, [np.inf]])
 """Bounds of delta's histogram: four bars a decade to either side, what is below 1e-4 in the middle."""
@@ -34,14 +36,14 @@ class Sums:
             return
         delta = a - b
         size = np.abs(delta)
-        w = np.exp(np.minimum(delta, 700.0))
+        w = np.exp(np.minimum(delta, _LARGEST))
         t = np.minimum(w, TIS_CAP)
         self.n += len(a)
         self.size += float(size.sum())
         self.largest = max(self.largest, float(size.max()))
         self.k1 -= float(delta.sum())
         self.k3 += float((w - delta - 1).sum())
-        self.mult += float(np.exp(np.minimum(size, 700.0)).sum())
+        self.mult += float(np.exp(np.minimum(size, _LARGEST)).sum())
         self.extreme += int((size > math.log(2)).sum())
         self.clipped += int((w > TIS_CAP).sum())
         self.w += float(w.sum())
@@ -92,15 +94,18 @@ class Figures:
     histogram: list[dict[str, float]] = field(default_factory=list)
     outliers: list[dict[str, Any]] = field(default_factory=list)
     impossible: int = 0
+    undefined: list[dict[str, Any]] = field(default_factory=list)
 
 
 def measure(a: Table, b: Table, pairs: Pairs, outliers: int = OUTLIERS) -> Figures:
-    """One pass over all pairs. impossible: tokens that one side gives -inf, which no mean can hold."""
+    """One pass over all pairs. impossible: tokens that one side alone gives -inf, which no mean can hold; undefined: of
+    each side with tokens that are no numbers, {"side", "count", "line", "position"}, the last two of the first."""
     total, steps = Sums(), dict[int, Sums]()
     positions, surprises = [Sums() for _ in range(64)], [Sums() for _ in range(16)]
     histogram = np.zeros(len(_EDGES) - 1, dtype=np.int64)
     worst: list[tuple[float, int, int]] = []
     impossible = 0
+    undefined: dict[str, dict[str, Any]] = {}
     step_of = np.where(a.step[pairs.a] >= 0, a.step[pairs.a], b.step[pairs.b])
     for part in parts(pairs.length):
         length = pairs.length[part]
@@ -109,9 +114,16 @@ def measure(a: Table, b: Table, pairs: Pairs, outliers: int = OUTLIERS) -> Figur
         x, y = a.role("train")[at_a], b.role("rollout")[at_b]
         use = a.mask[at_a] & b.mask[at_b] & ~np.isnan(x) & ~np.isnan(y)
         finite = np.isfinite(x) & np.isfinite(y)
-        impossible += int((use & ~finite).sum())
+        impossible += int((use & (np.isneginf(x) != np.isneginf(y))).sum())
+        position = at_a - (a.offsets[pairs.a[part]] + pairs.start_a[part])[row]
+        for side, table, rows, values in (("A", a, pairs.a, x), ("B", b, pairs.b, y)):
+            wrong = np.flatnonzero(use & np.isposinf(values))
+            if len(wrong):
+                line = int(table.line[rows[row[wrong[0]] + part.start]])
+                first = {"side": side, "count": 0, "line": line, "position": int(position[wrong[0]])}
+                undefined.setdefault(side, first)["count"] += len(wrong)
         use &= finite
-        position = (at_a - (a.offsets[pairs.a[part]] + pairs.start_a[part])[row])[use]
+        position = position[use]
         x, y, row = x[use], y[use], row[use] + part.start
         if not len(x):
             continue
@@ -135,6 +147,7 @@ def measure(a: Table, b: Table, pairs: Pairs, outliers: int = OUTLIERS) -> Figur
         histogram=_bars(histogram),
         outliers=[_outlier(a, b, pairs, *entry) for entry in worst],
         impossible=impossible,
+        undefined=list(undefined.values()),
     )
 
 

@@ -59,6 +59,7 @@ LENGTH_FIELDS = ("response_length", "completion_length", "num_response_tokens")
 TEMPERATURE_FIELDS = ("temperature",)
 ABSENT_LOGPROB = -9000.0
 """vLLM's server writes -9999.0 where JSON has no minus infinity."""
+_INT64 = np.iinfo(np.int64)
 
 
 class LayoutError(ValueError):
@@ -69,7 +70,8 @@ class LayoutError(ValueError):
 class Record:
     """One sample of one line.
 
-    logprobs: by column, "train", "rollout" or "any", f64 [n] with NaN where the file says null. tokens: int64 [n], of
+    logprobs: by column, "train", "rollout" or "any", f64 [n] with NaN where the file says null and inf where it holds
+    no log-prob at all (NaN, or a huge number). tokens: int64 [n], of
     the same positions, or None. texts: the tokens as text where the file has them. mask: bool [n], positions that
     count.
     lag: trainer's version minus the sample's. prompt: whatever names the prompt, hashed.
@@ -245,6 +247,8 @@ def _common(record: Record, line: dict[str, Any], names: Names) -> Record:
         raise LayoutError(f"has log-prob columns of different lengths ({sizes})")
     declared = _first(line, LENGTH_FIELDS)
     if record.tokens is not None and len(record.tokens) != n:
+        front = record.tokens[: max(0, len(record.tokens) - n)]
+        record.prompt = hash(front.tobytes()) if len(front) > 1 else None
         record.tokens = _last(record.tokens, n, declared is not None and _get(line, declared) == n)
     if record.texts is not None and len(record.texts) != n:
         record.texts = None
@@ -253,7 +257,8 @@ def _common(record: Record, line: dict[str, Any], names: Names) -> Record:
         values = _floats(_get(line, mask), mask)
         if len(values) < n:
             raise LayoutError(f"has {n} log-probs and {len(values)} entries in {mask}")
-        record.mask = np.nan_to_num(values[len(values) - n :]) > 0
+        last = values[len(values) - n :]
+        record.mask = np.isfinite(last) & (last > 0)
     meta = line.get("meta_info") if isinstance(line.get("meta_info"), dict) else {}
     both = {**(meta or {}), **line}
     name = names.id or _first(both, ID_FIELDS)
@@ -262,9 +267,9 @@ def _common(record: Record, line: dict[str, Any], names: Names) -> Record:
     record.step = _whole(_get(both, names.step or _first(both, STEP_FIELDS)))
     record.lag = _lag(both)
     prompt = _get(both, _first(both, PROMPT_FIELDS))
-    record.prompt = None if prompt is None else hash(str(prompt))
+    record.prompt = record.prompt if prompt is None else hash(str(prompt))
     temperature = _get(both, _first(both, TEMPERATURE_FIELDS))
-    record.temperature = float(temperature) if isinstance(temperature, (int, float)) else None
+    record.temperature = _version(temperature)
     return record
 
 
@@ -279,7 +284,7 @@ def _last(tokens: NDArray[np.int64], n: int, declared: bool) -> NDArray[np.int64
 def _lag(line: dict[str, Any]) -> float | None:
     given = _get(line, _first(line, LAG_FIELDS))
     if isinstance(given, (int, float)):
-        return float(given)
+        return _version(given)
     mine = _version(_get(line, _first(line, VERSION_FIELDS)))
     trainer = _version(_get(line, _first(line, TRAIN_VERSION_FIELDS)))
     return None if mine is None or trainer is None else trainer - mine
@@ -291,13 +296,14 @@ def _version(value: Any) -> float | None:
         return min(known) if known else None
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
 
 
 def _whole(value: Any) -> int | None:
     try:
-        return None if value is None or isinstance(value, (list, dict)) else int(float(value))
+        whole = None if value is None or isinstance(value, (list, dict)) else int(float(value))
+        return whole if whole is None or _INT64.min <= whole <= _INT64.max else None
     except (TypeError, ValueError, OverflowError):
         return None
 
@@ -329,8 +335,12 @@ def _floats(values: Any, name: str) -> Floats:
         raise LayoutError(f"has a list of lists in {name}; write one sample a line")
     try:
         out = np.array([np.nan if v is None else float(v) for v in values], dtype=np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise LayoutError(f"has an entry in {name} that is no number") from None
+    undefined = np.isnan(out)
+    if undefined.any():
+        undefined &= np.array([v is not None for v in values])
+    out[undefined | (out >= -ABSENT_LOGPROB)] = np.inf
     out[out <= ABSENT_LOGPROB] = -np.inf
     return out
 
@@ -341,6 +351,9 @@ def _ints(values: Any, name: str) -> NDArray[np.int64]:
     if values and isinstance(values[0], list):
         raise LayoutError(f"has a list of lists in {name}; write one sample a line")
     try:
-        return np.array([int(v) for v in values], dtype=np.int64)
+        out = np.array([int(v) for v in values], dtype=np.int64)
+        if any(isinstance(v, float) and v != int(v) for v in values):
+            raise ValueError
+        return out
     except (TypeError, ValueError, OverflowError):
         raise LayoutError(f"has an entry in {name} that is no token id") from None

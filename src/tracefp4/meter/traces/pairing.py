@@ -22,7 +22,8 @@ class Pairs:
     """m pairs of rows. Of pair i, tokens start_a[i] + k of row a[i] and start_b[i] + k of row b[i] belong together, k
     in
     0..length[i] - 1. by: what paired them. unmatched: rows of either table without a partner. relation: how the token
-    ids of the two rows lie to each other, None where a table has none."""
+    ids of the two rows lie to each other, None where a table has none. shift: positions by which log-probs were moved
+    against one another; which side's ids they belong to is then open."""
 
     a: Rows
     b: Rows
@@ -33,6 +34,7 @@ class Pairs:
     unmatched_a: int = 0
     unmatched_b: int = 0
     relation: NDArray[np.str_] | None = None
+    shift: int = 0
 
     def __len__(self) -> int:
         return len(self.a)
@@ -45,6 +47,7 @@ class Pairs:
             start_a=self.start_a + max(ahead, 0),
             start_b=self.start_b + max(-ahead, 0),
             length=np.maximum(self.length - cut, 0),
+            shift=ahead,
         )
 
     def trimmed(self, length: Rows) -> Pairs:

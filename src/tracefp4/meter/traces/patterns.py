@@ -6,15 +6,14 @@ Notation: a the trainer's log-prob, b the rollout's, delta = a - b; of tokens th
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tracefp4.meter.findings import Finding, number, percent
+from tracefp4.meter.traces.prefixes import shared_prefix_slope
 from tracefp4.meter.traces.sampling import Floats, Tokens, confidence
 
 Figures = dict[str, float | str]
@@ -124,11 +123,32 @@ def logit(lp: Floats) -> Floats:
 
 
 def temperature(tokens: Tokens) -> Figures | None:
-    """b's distribution is a's at temperature T: logit(b) has 1/T times the spread of logit(a).
+    """b's distribution is a's at temperature T, by samples that share a prefix where there are enough, else by spread.
 
-    For one competitor to the sampled token logit(b) = logit(a) / T exactly, for more of them up to an offset that
-    varies little; the slope is that of the reduced major axis, which noise on both sides does not bend. T must explain
-    the larger part of the distance.
+    The first gives T exactly, and settles it either way.
+    """
+    spread = temperature_by_spread(tokens)
+    if spread is None:
+        return None
+    figures, holds = spread
+    shared = shared_prefix_slope(tokens)
+    if shared is not None and shared.pairs >= 30 and shared.correlation > 0.95:
+        figures |= {"T": 1 / shared.slope, "shared_prefixes": float(shared.pairs)}
+        if abs(math.log(shared.slope)) < 0.02:  # the difference without its normaliser has no temperature in it
+            return None
+        holds = holds or (abs(math.log(shared.slope)) >= 0.03 and shared.explained > 0.4)
+    return figures if holds else None
+
+
+def temperature_by_spread(tokens: Tokens) -> tuple[Figures, bool] | None:
+    """(figures, whether they are those of a temperature): logit(b) has 1/T times the spread of logit(a).
+
+    For one competitor to the sampled token logit(b) = logit(a) / T exactly. For more of them there is an offset that
+    varies with their number: T is then only about right, and explains less of the distance. delta follows the log-prob
+    in any case, which it does not where weights or formats differ: there the fit leaves more than .9 of the distance
+    and the correlation stays below .25, at a temperature .75 and .5 bound them. Nor is delta of one sign, but at a T
+    far from 1, as it is where tokens are cut off. The slope is that of the reduced major axis, which noise on both
+    sides does not bend.
     """
     a, b = values_of(tokens)
     ok = (a < -1e-3) & (b < -1e-3) & (a > -25) & (b > -25)
@@ -142,53 +162,12 @@ def temperature(tokens: Tokens) -> Figures | None:
     slope = float(lb.std() / la.std())
     fitted = slope * (la - la.mean()) + lb.mean()
     left, before = mean_abs(b + np.log1p(np.exp(-fitted))), mean_abs(b - a)
-    if rho < 0.9 or abs(math.log(slope)) < 0.03 or before == 0 or left > 0.6 * before:
+    if before == 0:
         return None
-    figures: Figures = {"T": 1 / slope, "explained": 1 - left / before, "correlation": rho}
-    shared = shared_prefix_slope(tokens)
-    if shared is not None:
-        exact, pairs, fit = shared
-        if pairs >= 30 and fit > 0.95:
-            if abs(math.log(exact)) < 0.02:  # the normalised difference has no temperature in it
-                return None
-            figures |= {"T": 1 / exact, "shared_prefixes": float(pairs)}
-    return figures
-
-
-def shared_prefix_slope(tokens: Tokens, depth: int = 8) -> tuple[float, int, float] | None:
-    """(slope of b's differences over a's, pairs, correlation) between different tokens after one and the same context.
-
-    Samples of one prompt share their first tokens for a while. The normaliser of the distribution then cancels in the
-    difference of two log-probs, and what remains scales by 1/T exactly.
-    """
-    if tokens.ids is None or not (tokens.prompt != 0).any():
-        return None
-    contexts: dict[tuple[int, ...], dict[int, tuple[float, float]]] = defaultdict(dict)
-    starts = np.searchsorted(tokens.row, np.arange(tokens.rows + 1))
-    for r in range(tokens.rows):
-        if tokens.prompt[r] == 0:
-            continue
-        context: tuple[int, ...] = (int(tokens.prompt[r]), int(tokens.step[r]))
-        for t in range(starts[r], min(starts[r + 1], starts[r] + depth)):
-            if tokens.position[t] != t - starts[r]:
-                break
-            token = int(tokens.ids[t])
-            if np.isfinite(tokens.a[t]) and np.isfinite(tokens.b[t]):
-                contexts[context][token] = (float(tokens.a[t]), float(tokens.b[t]))
-            context = (*context, token)
-    xs, ys = [], []
-    for seen in contexts.values():
-        for (a1, b1), (a2, b2) in list(combinations(seen.values(), 2))[:10]:
-            xs.append(a1 - a2)
-            ys.append(b1 - b2)
-    if len(xs) < 10:
-        return None
-    x, y = np.array(xs), np.array(ys)
-    if not x.any() or not y.any():
-        return None
-    # Through the origin, and both ways: the sign of a pair is arbitrary.
-    slope = math.sqrt(float((y * y).sum() / (x * x).sum()))
-    return slope, len(xs), float((x * y).sum() / math.sqrt((x * x).sum() * (y * y).sum()))
+    follows = abs(correlation(a - b, a + b))
+    two_sided = abs((a - b).mean()) <= 0.6 * before or abs(math.log(slope)) >= 0.4
+    holds = rho >= 0.9 and abs(math.log(slope)) >= 0.03 and left <= 0.8 * before and follows >= 0.45 and two_sided
+    return {"T": 1 / slope, "explained": 1 - left / before, "correlation": rho}, holds
 
 
 # -- policies that differ ---------------------------------------------------------------------------------------------
@@ -262,7 +241,9 @@ def shape_of_broad(tokens: Tokens) -> Figures:
         counts = np.bincount(inverse)
         means = np.bincount(inverse, weights=a - b) / np.maximum(counts, 1)
         total = float(((a - b) ** 2).sum())
-        per_id = float((counts * means**2).sum()) / total if total else 0.0
+        chance = (len(counts) - 1) / (len(inverse) - 1)  # as much do the means of that many groups explain of noise
+        share = float((counts * means**2).sum()) / total if total else 0.0
+        per_id = max(0.0, (share - chance) / (1 - chance)) if chance < 1 else 0.0
     return {
         "size_over_surprise": correlation(-a, size),
         "size_over_position": rank_correlation(tokens.position[ok].astype(np.float64), size),
@@ -376,7 +357,8 @@ def _temperature_words(f: Figures, tokens: Tokens) -> tuple[str, tuple[str, ...]
             evidence.append(f"the file says temperature {own:g}: B is divided by it, A is not")
         elif abs(own * t - 1) < 0.1:
             evidence.append(f"the file says temperature {own:g}: A is divided by it, B is not")
-    title = f"B is at temperature {t:.2f} relative to A"
+    about = "" if "shared_prefixes" in f else "about "
+    title = f"B is at temperature {about}{t:.2f} relative to A"
     remedy = (
         "take both log-probs from logits divided by the sampling temperature, or both from raw logits (vLLM: "
         "logprobs_mode; trainer: divide the logits before log_softmax)"

@@ -25,6 +25,7 @@ from tracefp4.meter.traces.layouts import LayoutError, Names, Record, read_recor
 SHOWN_NOTICES = 10
 _BUFFERED = 512
 _BOMS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
+_GZIP = b"\x1f\x8b"
 
 
 class TraceError(TracefpError):
@@ -109,7 +110,7 @@ def read_table(path: Path, names: Names, roles: tuple[str, ...], max_broken: flo
     """
     if path.is_dir():
         raise TraceError(f"{path} is a folder: name a JSON lines file in it")
-    if not path.is_file():
+    if not path.exists():
         raise TraceError(f"{path} does not exist")
     builder = _Builder(path, roles)
     for number, line in _lines(path, builder.notices):
@@ -122,15 +123,15 @@ def read_table(path: Path, names: Names, roles: tuple[str, ...], max_broken: flo
 
 
 def _lines(path: Path, notices: list[str]) -> Iterator[tuple[int, str]]:
-    """(1-based number, text) of every line that is not blank, in UTF-8 or in what its byte order mark says."""
-    opener = gzip.open if path.name.endswith(".gz") else open
+    """(1-based number, text) of every line that is not blank, in UTF-8 or in what its byte order mark says; of gzip, of
+    what it holds."""
     try:
-        with opener(path, "rb") as raw:
-            start = raw.read(4)
+        with path.open("rb") as file:  # looked into without seeking: it may be a pipe
+            raw = gzip.GzipFile(fileobj=file) if file.peek(2).startswith(_GZIP) else file
+            start = raw.peek(4)
             encoding = next((name for bom, name in _BOMS if start.startswith(bom)), "utf-8")
             if encoding == "utf-16":
                 notices.append(f"{path} is UTF-16; it was read as that")
-            raw.seek(0)
             replaced = 0
             # Not universal newlines: a text may hold a bare carriage return.
             text = io.TextIOWrapper(cast(IO[bytes], raw), encoding=encoding, errors="replace", newline="\n")

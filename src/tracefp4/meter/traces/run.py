@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ class TraceResult:
             "metrics_as_given": self.as_given,
             "tokens": f.tokens,
             "impossible_tokens": f.impossible,
+            "undefined_tokens": f.undefined,
             "inputs": self.inputs,
             "pairing": self.pairing,
             "misaligned_rows": self.misaligned,
@@ -90,9 +92,9 @@ def meter_traces(request: TraceRequest) -> TraceResult:
     # Of two tokenizers not even the positions belong together.
     apart = structure.lost and structure.findings[-1].kind == "tokenizer"
     figures = Figures() if apart else measure(a, b, pairs)
-    if not figures.tokens and not structure.findings:
+    findings = [*structure.findings, *map(_undefined, figures.undefined)]
+    if not figures.tokens and not findings:
         raise TracefpError(f"{a.path} and {b.path} have no token in common that both give a log-prob")
-    findings = list(structure.findings)
     if not structure.lost:
         findings += _value_findings(a, b, pairs, request)
     changed = bool(structure.findings) and not structure.lost
@@ -116,10 +118,10 @@ def meter_traces(request: TraceRequest) -> TraceResult:
 
 
 def _check(request: TraceRequest) -> None:
-    if request.floor is not None and not request.floor > 0:
-        raise TracefpError(f"--floor must be above 0, got {request.floor:g}")
-    if not request.band >= 1:
-        raise TracefpError(f"--band must be at least 1, got {request.band:g}")
+    if request.floor is not None and not 0 < request.floor < math.inf:
+        raise TracefpError(f"--floor must be above 0 and finite, got {request.floor:g}")
+    if not 1 <= request.band < math.inf:
+        raise TracefpError(f"--band must be at least 1 and finite, got {request.band:g}")
     if not 0 <= request.max_broken <= 1:
         raise TracefpError(f"--max-broken is a share between 0 and 1, got {request.max_broken:g}")
 
@@ -157,6 +159,24 @@ def _value_findings(a: Table, b: Table, pairs: Pairs, request: TraceRequest) -> 
     return found
 
 
+def _undefined(first: dict[str, Any]) -> Finding:
+    """Of one side's log-probs that are no numbers."""
+    side, count = first["side"], first["count"]
+    plural = "s" * (count != 1)
+    return Finding(
+        "nan",
+        f"{side} holds NaN",
+        1.0,
+        (
+            f"{count:,} counted log-prob{plural} of {side} {'are' if plural else 'is'} no number (NaN or beyond any "
+            f"log-prob), the first at position {first['position']} of line {first['line']}",
+        ),
+        "find the forward that overflows there, or write null for a position that is to be left out; figures "
+        "here leave them out",
+        {"side": side, "tokens": float(count)},
+    )
+
+
 def ceiling(request: TraceRequest) -> tuple[float, str]:
     """(largest mean |delta| that passes, where it comes from)."""
     if request.floor is None:
@@ -170,6 +190,11 @@ def _verdict(request: TraceRequest, figures: Figures, findings: list[Finding]) -
     mean = figures.metrics.get("mismatch/logprob_abs_diff_mean", 0.0)
     if mean > limit:
         reasons.append(f"mean |log-prob difference| {number(mean)} exceeds {number(limit)}")
+    if figures.impossible:
+        plural = "s" * (figures.impossible != 1)
+        reasons.append(
+            f"{figures.impossible:,} sampled token{plural} at log-prob -inf on one side: an infinite distance"
+        )
     return Verdict(not reasons, limit, source, tuple(reasons))
 
 

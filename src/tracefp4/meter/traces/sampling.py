@@ -113,7 +113,7 @@ def draw(a: Table, b: Table, pairs: Pairs, seed: int = 0) -> Tokens:
         joined("b").astype(np.float64),
         joined("row").astype(np.int64),
         joined("position").astype(np.int64),
-        None if a.tokens is None else joined("ids").astype(np.int64),
+        None if a.tokens is None or pairs.shift else joined("ids").astype(np.int64),
         pair,
         np.where(a.step[rows] >= 0, a.step[rows], b.step[other]),
         known("lag"),

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracefp4.meter.findings import Finding, number, percent
+from tracefp4.meter.traces.front import prompt_of_both
 from tracefp4.meter.traces.pairing import ALIGNED, SHIFTED, Pairs, pair_by_tokens
 from tracefp4.meter.traces.patterns import correlation, mask_of_tail, mean_abs
 from tracefp4.meter.traces.reading import Table
@@ -46,8 +47,9 @@ def examine(a: Table, b: Table, pairs: Pairs) -> Structure:
     elif pairs.relation is None:
         pairs, named = _extra_without_ids(a, b, pairs)
         findings += [named] if named else []
-    pairs, named = _padding(a, b, pairs)
-    findings += [named] if named else []
+    for look in (_padding, prompt_of_both):
+        pairs, named = look(a, b, pairs)
+        findings += [named] if named else []
     pairs, named = _shifted_values(a, b, pairs)
     findings += [named] if named else []
     if named is None:
@@ -127,6 +129,17 @@ def _other_tokens(a: Table, b: Table, pairs: Pairs) -> tuple[Finding | None, boo
         )
         return finding, share > 0.5
     mapped, pairs_seen = _mapping(a, b, pairs, rows)
+    if mapped <= 0.95 and _one_vocabulary(a, b, pairs, rows):
+        finding = Finding(
+            "other_responses",
+            "A and B are of different responses",
+            sure,
+            (f"{lasts}, from the first tokens on; but every id is about as frequent in B as in A: one tokenizer",),
+            "pair the rows (write an id with each sample, the same in both files), and score the very tokens that the "
+            "rollout sampled (teacher forcing)",
+            {"share": share, "common_prefix": float(np.median(prefix))},
+        )
+        return finding, share > 0.5
     sizes = [int(t.max()) if len(t) else 0 for t in (a.tokens, b.tokens)]
     lengths = float(np.diff(b.offsets)[pairs.b[rows]].sum() / max(1, np.diff(a.offsets)[pairs.a[rows]].sum()))
     evidence = [f"{lasts}, from the first tokens on"]
@@ -171,6 +184,26 @@ def _mapping(a: Table, b: Table, pairs: Pairs, rows: NDArray[np.int64]) -> tuple
     return sum(best.values()) / total, total
 
 
+def _one_vocabulary(a: Table, b: Table, pairs: Pairs, rows: NDArray[np.int64]) -> bool:
+    """Ids of one half of A's rows are nearly as alike to those of B's other half as to those of A's other half."""
+    assert a.tokens is not None
+    assert b.tokens is not None
+
+    def frequencies(table: Table, of: NDArray[np.int64]) -> dict[int, float]:
+        assert table.tokens is not None
+        ids, counts = np.unique(np.concatenate([table.tokens[table.span(int(i))] for i in of]), return_counts=True)
+        return dict(zip(ids.tolist(), (counts / max(1, counts.sum())).tolist(), strict=True))
+
+    def common(x: dict[int, float], y: dict[int, float]) -> float:
+        return sum(min(share, y.get(token, 0.0)) for token, share in x.items())
+
+    if len(rows) < 4:
+        return False
+    half = frequencies(a, pairs.a[rows[::2]])
+    own = common(half, frequencies(a, pairs.a[rows[1::2]]))
+    return own > 0.1 and common(half, frequencies(b, pairs.b[rows[1::2]])) > 0.6 * own
+
+
 def _extra(a: Table, b: Table, pairs: Pairs) -> Finding | None:
     """The prompt, a first token, an end token or padding that only one side counts."""
     assert pairs.relation is not None
@@ -207,6 +240,9 @@ def _name_extra(
     if where == "front":
         if one and (sizes == 1).all():
             return "bos", f"{side} counts a first token that {other} does not", f"{one} stands before those of {other}"
+        if one:
+            text = f"{one} stands before those of {other}, {median:.0f} times (median)"
+            return "padding", f"{side} counts padding", text
         text = f"{median:.0f} more tokens (median) stand before those of {other}"
         return "prompt", f"{side} includes the prompt, {other} does not", text
     if one and (sizes == 1).all():
@@ -244,7 +280,7 @@ def _padding(a: Table, b: Table, pairs: Pairs) -> tuple[Pairs, Finding | None]:
     if a.tokens is None or a.masked or b.masked or len(pairs) < 4:
         return pairs, None
     whole = np.diff(a.offsets)[pairs.a]
-    if (whole != whole[0]).any() or whole[0] < 4:
+    if (whole != whole[0]).any() or (whole != pairs.length).any() or whole[0] < 4:
         return pairs, None
     # The last two tokens of a padded row are the same; only then is every run measured.
     if (a.tokens[a.offsets[pairs.a + 1] - 1] == a.tokens[a.offsets[pairs.a + 1] - 2]).mean() < 0.3:

@@ -1,0 +1,1 @@
+"""Connections to other frameworks; nothing below this package imports them."""

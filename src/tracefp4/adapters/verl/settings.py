@@ -1,0 +1,101 @@
+"""What a verl user sets, under the one key that rollout and trainer workers both receive.
+
+verl hands ``rollout.custom`` to the rollout alone; ``model.override_config`` reaches both sides, so that the two cannot
+be configured apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from tracefp4.config import ConfigError, StrictModel
+from tracefp4.config_problems import Explainer
+from tracefp4.errors import TracefpError
+from tracefp4.guidance.disk import GuidanceStoreConfig
+from tracefp4.methods import Method, QuantConfig, get_method, list_methods
+from tracefp4.recipe import QuantRecipe
+
+KEY = "actor_rollout_ref.model.override_config.tracefp4"
+
+
+class GuidanceSettings(GuidanceStoreConfig):
+    """The guidance store, and when its loss ends the run.
+
+    url: a folder or fsspec URL that every rollout and trainer process reaches; required by guided methods.
+    max_version_diff: guidance of weights older than this many versions falls back to nearest rounding.
+    lost_below: a step whose share of guided rows is smaller counts as lost. lost_after_steps: this many lost steps in a
+    row end the run with an error; 0 only logs the share.
+    """
+
+    wait_seconds: float = Field(2.0, ge=0)
+    keep_gb: float = Field(16.0, ge=0)
+    max_version_diff: int = Field(3, ge=0, lt=2**30)
+    lost_below: float = Field(0.5, ge=0, le=1)
+    lost_after_steps: int = Field(3, ge=0)
+
+
+class AdapterSettings(StrictModel):
+    """method: a mode of ``tracefp4`` ("bf16", "qat", "trace", ...). quant: formats of a quantized rollout."""
+
+    method: str = "trace"
+    quant: QuantConfig = QuantConfig()
+    guidance: GuidanceSettings = GuidanceSettings()
+
+    @property
+    def mode(self) -> Method:
+        return get_method(self.method)
+
+    def recipe(self, num_layers: int) -> QuantRecipe:
+        return self.mode.recipe(self.quant, num_layers)
+
+    def dtype(self, configured: str) -> Literal["bfloat16", "float32"]:
+        """Compute dtype of both paths, given ``rollout.dtype``. Raises TracefpError for one that the engine lacks."""
+        name = self.mode.dtype or configured
+        if name not in ("bfloat16", "float32"):
+            raise TracefpError(f"actor_rollout_ref.rollout.dtype must be bfloat16 or float32, got {configured}")
+        return "float32" if name == "float32" else "bfloat16"
+
+
+def read_settings(override_config: Mapping[str, Any] | None) -> AdapterSettings | None:
+    """The settings in ``actor_rollout_ref.model.override_config``; None where it has no ``tracefp4``.
+
+    Raises TracefpError naming the key that is unknown, wrong, or missing.
+    """
+    data = (override_config or {}).get("tracefp4")
+    if data is None:
+        return None
+    if "model_config" not in (override_config or {}):
+        raise TracefpError(
+            f"{KEY} needs actor_rollout_ref.model.override_config.model_config beside it (it may be empty): without it "
+            "verl writes every override into the checkpoint's own config"
+        )
+    plain = _plain(data)
+    try:
+        settings = AdapterSettings.model_validate(plain)
+    except ValidationError as error:
+        raise ConfigError(Explainer(KEY, {}, plain, AdapterSettings).explain(error)) from None
+    if not _runs_in_verl(settings.mode):
+        names = ", ".join(m.name for m in list_methods() if _runs_in_verl(m))
+        raise TracefpError(
+            f"method {settings.method} has a loss or a step of its own, which verl does not run; use one of {names}"
+        )
+    if settings.mode.guidance is not None and settings.guidance.url == "memory":
+        raise TracefpError(
+            f"method {settings.method} needs {KEY}.guidance.url, a folder or URL that rollout and trainer both reach"
+        )
+    return settings
+
+
+def _runs_in_verl(method: Method) -> bool:
+    """verl brings the loss and evaluates what it trains: a mode that changes either would not be itself."""
+    return method.loss == "grpo" and method.deployed is None and not method.calibrated
+
+
+def _plain(data: Any) -> Any:
+    """Dicts and lists of plain values, whatever mapping they came as."""
+    if isinstance(data, Mapping):
+        return {str(key): _plain(value) for key, value in data.items()}
+    return [_plain(v) for v in data] if isinstance(data, list | tuple) else data

@@ -1,0 +1,186 @@
+"""verl's real FSDP2 engine on one gloo rank, without Ray. Skipped where verl is not installed (`make test-verl`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tiny import make_engine, tiny_checkpoint, tiny_config, tiny_requests
+
+os.environ.setdefault("VERL_PLATFORM", "cpu")
+pytest.importorskip("verl")
+
+from tensordict import TensorDict
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.engine.base import EngineRegistry
+
+from tracefp4.adapters.verl import engine as adapter
+from tracefp4.adapters.verl.rows import FIELD, make_note, stack_experts
+from tracefp4.errors import TracefpError
+from tracefp4.guidance import GuidanceError
+from tracefp4.guidance.disk import ShardStore
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29611", RANK="0", WORLD_SIZE="1")
+    torch.distributed.init_process_group("cpu:gloo", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"), tiny_config())
+
+
+def make_verl_engine(checkpoint: Path, method: str, url: Path, **changes: Any) -> Any:
+    model = HFModelConfig(
+        path=str(checkpoint),
+        use_remove_padding=changes.get("use_remove_padding", False),
+        enable_gradient_checkpointing=changes.get("enable_gradient_checkpointing", False),
+        override_config={
+            "attn_implementation": "eager",
+            "model_config": {},
+            "tracefp4": {"method": method, "guidance": {"url": str(url), "lost_after_steps": 1}},
+        },
+    )
+    config = FSDPEngineConfig(
+        strategy=changes.get("strategy", "fsdp2"), use_torch_compile=False, model_dtype="fp32", use_dynamic_bsz=False,
+        micro_batch_size_per_gpu=3, infer_micro_batch_size_per_gpu=3,
+    )  # fmt: skip
+    optimizer = FSDPOptimizerConfig(lr=1e-2, total_training_steps=10)
+    engine = EngineRegistry.new("language_model", "fsdp2", model, config, optimizer, CheckpointConfig())
+    engine.initialize()
+    return engine
+
+
+def rollout(method: str, url: Path, weights: Any, n: int = 6) -> tuple[list[Any], str]:
+    """n trajectories under the weights that a verl engine gives out; their records are in the store at url."""
+    store = ShardStore(str(url))
+    engine = make_engine(method, store=store, load=False)
+    engine.update_weights(stack_experts(weights), 0)
+    done = engine.generate(tiny_requests(n, max_new_tokens=12))
+    assert store.close()
+    return done, engine.recipe.hash
+
+
+def batch_of(trajectories: list[Any], recipe_hash: str) -> TensorDict:
+    """The fields that verl's worker gets, nested as it gets them."""
+
+    def nested(rows: list[torch.Tensor]) -> torch.Tensor:
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+    tokens = [torch.tensor(t.token_ids) for t in trajectories]
+    routed = [torch.cat([t.routed_experts, t.routed_experts.new_zeros(1, *t.routed_experts.shape[1:])])
+              for t in trajectories]  # fmt: skip
+    fields = {
+        "input_ids": nested(tokens),
+        "position_ids": nested([torch.arange(len(t)) for t in tokens]),
+        "prompts": nested([torch.tensor(t.prompt_ids) for t in trajectories]),
+        "responses": nested([torch.tensor(t.response_ids) for t in trajectories]),
+        "loss_mask": nested([torch.ones(len(t.response_ids), dtype=torch.int64) for t in trajectories]),
+        "routed_experts": nested(routed),
+    }
+    notes = [{FIELD: make_note(t, recipe_hash)} for t in trajectories]
+    return tu.get_tensordict(
+        {**fields, "extra_fields": notes},
+        {"temperature": 1.0, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 3, "use_remove_padding": False},
+    )
+
+
+def response_logprobs(output: Any, trajectories: list[Any]) -> torch.Tensor:
+    rows = output["model_output"]["log_probs"].unbind()
+    return torch.cat([r[len(t.prompt_ids) - 1 : -1] for r, t in zip(rows, trajectories, strict=True)])
+
+
+def distance(engine: Any, trajectories: list[Any], recipe_hash: str) -> float:
+    with engine.eval_mode():
+        output = engine.infer_batch(batch_of(trajectories, recipe_hash))
+    rollout_logprobs = torch.cat([t.logprobs for t in trajectories])
+    return float((response_logprobs(output, trajectories) - rollout_logprobs).abs().mean())
+
+
+def measured(checkpoint: Path, method: str, url: Path) -> float:
+    engine = make_verl_engine(checkpoint, method, url)
+    return distance(engine, *rollout(method, url, engine.get_per_tensor_param()[0]))
+
+
+def test_guidance_brings_the_sharded_trainer_to_the_rollout(checkpoint: Path, tmp_path: Path) -> None:
+    distances = {m: measured(checkpoint, m, tmp_path / m) for m in ("bf16", "qat", "trace-all")}
+    assert distances["trace-all"] <= 1.5 * distances["bf16"]
+    assert distances["qat"] >= 3 * distances["bf16"]
+
+
+def test_an_update_trains_the_guided_forward_and_its_weights_are_quantized_anew(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    engine = make_verl_engine(checkpoint, "trace-all", tmp_path / "g", enable_gradient_checkpointing=True)
+    first, recipe_hash = rollout("trace-all", tmp_path / "g", engine.get_per_tensor_param()[0])
+    batch = batch_of(first, recipe_hash)
+
+    def loss(model_output: Any, data: Any, dp_group: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        return model_output["log_probs"].values().mean(), {}
+
+    with engine.train_mode():
+        metrics = engine.train_batch(batch, loss_function=loss)["metrics"]
+    assert metrics["guidance/guided_rows"].aggregate() == sum(t.num_rows for t in first)
+    assert metrics["guidance/rows"].aggregate() == metrics["router/replayed_rows"].aggregate()
+    assert metrics["grad_norm"] > 0
+    # A stale cache of quantized weights would leave the trainer at the old policy.
+    again, _ = rollout("trace-all", tmp_path / "h", engine.get_per_tensor_param()[0])
+    moved = make_verl_engine(checkpoint, "trace-all", tmp_path / "h")
+    moved.module.load_state_dict(engine.module.state_dict())
+    assert distance(moved, again, recipe_hash) < 0.02
+    assert distance(make_verl_engine(checkpoint, "trace-all", tmp_path / "h"), again, recipe_hash) > 0.05
+
+
+def test_lost_guidance_ends_the_run(checkpoint: Path, tmp_path: Path) -> None:
+    engine = make_verl_engine(checkpoint, "trace-all", tmp_path / "empty")
+    lost, recipe_hash = rollout("trace-all", tmp_path / "elsewhere", engine.get_per_tensor_param()[0], n=3)
+    with pytest.raises(GuidanceError, match=r"guidance is lost: 0 of \d+ rows .* missing"):
+        distance(engine, lost, recipe_hash)
+
+
+def test_another_recipe_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    engine = make_verl_engine(checkpoint, "trace-all", tmp_path / "g")
+    other, recipe_hash = rollout("trace", tmp_path / "g", engine.get_per_tensor_param()[0], n=3)
+    with pytest.raises(GuidanceError, match=r"rolled out under recipe .* trainer holds"):
+        distance(engine, other, recipe_hash)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"), [({"strategy": "fsdp"}, "strategy=fsdp2"), ({"use_remove_padding": True}, "use_remove_padding")]
+)
+def test_what_cannot_work_is_refused_by_its_key(
+    checkpoint: Path, tmp_path: Path, changes: dict[str, Any], key: str
+) -> None:
+    with pytest.raises(TracefpError, match=key):
+        make_verl_engine(checkpoint, "trace", tmp_path / "g", **changes)
+
+
+def test_a_float32_mode_needs_a_float32_trainer(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(TracefpError, match=r"method fp32 computes in float32.*mixed_precision\.param_dtype=fp32"):
+        make_verl_engine(checkpoint, "fp32", tmp_path / "g")
+
+
+def test_without_settings_the_engine_is_verls_own(checkpoint: Path) -> None:
+    assert adapter.TracefpFSDPEngine.__mro__[1].__module__.startswith("verl.")
+    model = HFModelConfig(path=str(checkpoint), use_remove_padding=False, enable_gradient_checkpointing=False,
+                          override_config={"attn_implementation": "eager"})  # fmt: skip
+    config = FSDPEngineConfig(strategy="fsdp2", use_torch_compile=False, model_dtype="fp32")
+    engine = EngineRegistry.new(
+        "language_model", "fsdp2", model, config, FSDPOptimizerConfig(lr=1e-3, total_training_steps=1),
+        CheckpointConfig(),
+    )  # fmt: skip
+    engine.initialize()
+    assert isinstance(engine, adapter.TracefpFSDPEngine)
+    assert engine.guided is None
+    assert engine.module.config._attn_implementation == "eager"

@@ -1,0 +1,56 @@
+"""What verl finds registered. Skipped where verl is not installed."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+os.environ.setdefault("VERL_PLATFORM", "cpu")
+pytest.importorskip("verl")
+
+import verl
+from verl.plugin.platform import PlatformRegistry, get_platform
+from verl.trainer.ppo.v1 import get_trainer_cls
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.rollout.base import get_rollout_class
+from verl.workers.rollout.replica import get_rollout_replica_class
+
+from tracefp4.adapters.verl import engine, plugin
+from tracefp4.errors import TracefpError
+
+
+def test_everything_is_registered_under_its_name() -> None:
+    assert get_rollout_replica_class("tracefp4").__name__ == "TracefpReplica"
+    assert get_rollout_class("tracefp4").__name__ == "ServerAdapter"
+    assert get_trainer_cls("tracefp4_sync").__name__ == "TracefpTrainerSync"
+    assert EngineRegistry.get_engine_cls("language_model", "fsdp2") is engine.TracefpFSDPEngine
+
+
+def test_registering_twice_changes_nothing() -> None:
+    plugin.register()
+    assert get_trainer_cls("tracefp4_sync").__name__ == "TracefpTrainerSync"
+
+
+def test_another_version_of_verl_registers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verl, "__version__", "0.8.1")
+    with pytest.raises(TracefpError, match=r"verl 0\.8\.1 is installed; install verl==0\.9\.1"):
+        plugin.register()
+
+
+def test_the_cpu_platform_is_only_chosen_by_name() -> None:
+    platform = PlatformRegistry.get("cpu")
+    assert platform is not None
+    assert not platform().is_platform_available(use_smi_check=True)
+
+
+def test_the_cpu_platform_answers_what_verl_asks_of_a_device() -> None:
+    platform = get_platform()
+    assert torch.zeros(1).to(platform.current_device()).device.type == "cpu"
+    module = platform.device_module
+    assert module.max_memory_allocated() == module.memory_reserved() == 0
+    assert module.mem_get_info() == (0, 0)
+    module.empty_cache()
+    with pytest.raises(AttributeError):
+        module.no_such_function()

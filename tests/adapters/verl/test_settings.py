@@ -1,0 +1,110 @@
+"""What a verl user can get wrong, said in one sentence; runs without verl."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tracefp4.adapters.verl.sampling import RequestSeeds, to_sampling_params
+from tracefp4.adapters.verl.settings import read_settings
+from tracefp4.adapters.verl.versions import check_verl_version
+from tracefp4.errors import TracefpError
+
+
+@pytest.mark.parametrize("version", ["0.9.1", "0.9.2", "0.9.1+cpu"])
+def test_the_supported_range(version: str) -> None:
+    check_verl_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.9.0", "0.8.3", "0.10.0", "1.0.0", "0.9.2.dev0", "0.9.1rc1", "main"])
+def test_another_verl_is_refused_by_name(version: str) -> None:
+    with pytest.raises(TracefpError, match=rf"from 0\.9\.1 up to, not including, 0\.10\.0 .* verl {version} is inst"):
+        check_verl_version(version)
+
+
+def settings(**tracefp4: Any) -> Any:
+    return read_settings({"model_config": {}, "tracefp4": tracefp4})
+
+
+def test_no_settings_is_none() -> None:
+    assert read_settings(None) is None
+    assert read_settings({"attn_implementation": "eager"}) is None
+
+
+def test_both_sides_derive_the_same_recipe() -> None:
+    a, b = (settings(method="trace", guidance={"url": "g"}) for _ in range(2))
+    assert a.recipe(4).hash == b.recipe(4).hash
+    assert a.recipe(4).guided_layers == (2, 3)
+    assert settings(method="bf16").recipe(4).hash != a.recipe(4).hash
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"method": "trase", "guidance": {"url": "g"}}, "unknown method 'trase'; did you mean trace"),
+        ({"metod": "bf16"}, r"metod in .*override_config\.tracefp4; did you mean method"),
+        ({"method": "bf16", "guidance": {"lost_after_step": 3}}, "lost_after_step.*lost_after_steps"),
+        ({"method": "trace"}, "method trace needs .*guidance.url"),
+    ],
+)
+def test_wrong_settings_name_the_key(data: dict[str, Any], words: str) -> None:
+    with pytest.raises(TracefpError, match=words):
+        settings(**data)
+
+
+@pytest.mark.parametrize("method", ["qarl", "score_centering", "triage", "ptq:nvfp4"])
+def test_a_mode_with_a_loss_of_its_own_is_refused(method: str) -> None:
+    with pytest.raises(TracefpError, match=f"method {method} has a loss .* use one of .*bf16.*trace"):
+        settings(method=method)
+
+
+def test_the_compute_dtype_is_the_rollouts_unless_the_method_is_about_it() -> None:
+    assert settings(method="bf16").dtype("bfloat16") == "bfloat16"
+    assert settings(method="fp32").dtype("bfloat16") == "float32"
+    with pytest.raises(TracefpError, match=r"rollout\.dtype must be bfloat16 or float32, got float16"):
+        settings(method="bf16").dtype("float16")
+
+
+def test_settings_that_verl_would_write_into_the_checkpoint_are_refused() -> None:
+    with pytest.raises(TracefpError, match=r"override_config\.model_config beside it"):
+        read_settings({"tracefp4": {"method": "bf16"}})
+
+
+def params(**given: Any) -> Any:
+    return to_sampling_params(given, prompt_tokens=10, max_tokens=20, max_model_len=40, stop=(1,), seed=7)
+
+
+def test_sampling_parameters_as_verl_sends_them() -> None:
+    p = params(temperature=0.7, top_p=1, top_k=-1, repetition_penalty=1.0, logprobs=True)
+    assert (p.temperature, p.top_p, p.max_new_tokens, p.stop_token_ids, p.seed) == (0.7, 1.0, 20, (1,), 7)
+    assert params(max_tokens=5).max_new_tokens == 5
+    assert params(max_new_tokens=99).max_new_tokens == 30  # what is left of the model's length
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"top_k": 20}, "has no top_k; leave .*rollout.top_k at -1, got 20"),
+        ({"repetition_penalty": 1.1}, "has no repetition_penalty"),
+        ({"min_p": 0.1}, "'min_p' is not supported"),
+    ],
+)
+def test_what_the_engine_does_not_have_is_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(TracefpError, match=words):
+        params(**given)
+
+
+def test_a_prompt_that_fills_the_model_is_refused() -> None:
+    with pytest.raises(TracefpError, match="a prompt of 40 tokens leaves no room in 40"):
+        to_sampling_params({}, 40, 20, 40, (1,), 0)
+
+
+def test_seeds_do_not_depend_on_arrival() -> None:
+    a, b = RequestSeeds(0), RequestSeeds(0)
+    first = {p: a.next(0, p) for p in [(1, 2), (3,)]}
+    second = {p: b.next(0, p) for p in [(3,), (1, 2)]}
+    assert first == second
+    assert a.next(0, (3,)) != first[3,]  # another sample of the prompt
+    assert a.next(1, (3,)) not in first.values()  # and another under new weights
+    assert RequestSeeds(1).next(0, (3,)) != first[3,]
