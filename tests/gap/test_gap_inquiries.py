@@ -147,7 +147,10 @@ def test_repeated_ids_keep_both_rows(tmp_path: Path) -> None:
 
 
 def test_a_hundred_thousand_lines(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "q.jsonl", *({**ROW, "id": i, "prompt": f"{i}+0?", "answer": i} for i in range(100_000)))
+    path = jsonl(
+        tmp_path / "q.jsonl",
+        *({**ROW, "id": i, "prompt": f"{i}+0?", "answer": i, "check": "contains"} for i in range(100_000)),
+    )
     started = time.perf_counter()
     file = read(path)
     assert len(file.inquiries) == 100_000
