@@ -194,7 +194,15 @@ def test_page_needs_nothing_and_runs_nothing_of_what_models_wrote(hostile: Path)
     assert not {"script", "img", "iframe", "object"} & set(page.tags)
     assert page.fetched == page.handlers == []
     assert HOSTILE in page.text
-    for words in ("Deployment check", "Decision", "signature", "lost", "What is missing", "1 row of the file"):
+    for words in (
+        "Deployment check",
+        "Decision",
+        "signature",
+        "lost",
+        "What is missing",
+        "1 row of the file",
+        "of 12 inquiries are compared",
+    ):
         assert words in page.text
     assert page.tags.count("article") == len((hostile / "flips.jsonl").read_text().splitlines())
 

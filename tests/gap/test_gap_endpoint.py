@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import signal
 import time
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
@@ -16,6 +18,7 @@ from tracefp4.errors import TracefpError
 from tracefp4.gap.answers import Answer, Failure, Sampling
 from tracefp4.gap.endpoint import HOPELESS, Endpoint, _retry_after, ask_for, ask_scores, read_answer, read_scores
 from tracefp4.gap.forms import EndpointForm, parse_form
+from tracefp4.signals import Stopped
 
 HI = [{"role": "user", "content": "Hi"}]
 KEY = "sk-very-secret"
@@ -115,6 +118,28 @@ def test_an_answer_without_a_text_or_an_end_is_missing(reply: dict[str, Any]) ->
     with fake_server(lambda body, n: reply) as server:
         (answer,) = ask(endpoint(server.url))
     assert isinstance(answer, Failure)
+
+
+def test_half_a_surrogate_pair_and_infinite_log_probs_can_be_written() -> None:
+    reply = completion("a\ud83d b", [("a\ud83d", -0.1), (" b", float("-inf"))])
+    reply["usage"] = {"prompt_tokens": -5, "completion_tokens": 10**30}
+    with fake_server(lambda body, n: reply if n == 0 else Bad(500, b'{"error": "\\ud83d"}')) as server:
+        answer, failure = ask(endpoint(server.url, concurrency=1, retries=0), 2, logprobs=True)
+    assert isinstance(answer, Answer)
+    assert (answer.text, answer.logprobs, answer.prompt_tokens, answer.tokens) == ("a\ufffd b", None, None, None)
+    assert isinstance(failure, Failure)
+    assert read_scores({"choices": [{"prompt_logprobs": [{"4": {"logprob": float("nan")}}]}]}, [4]) is None
+    json.dumps([answer.as_dict(), failure.reason], allow_nan=False, ensure_ascii=False).encode()
+
+
+def test_a_signal_between_two_answers_is_raised_once(caplog: pytest.LogCaptureFixture) -> None:
+    def stop(number: int, found: Any, seconds: float) -> None:
+        raise Stopped(signal.SIGTERM)
+
+    with fake_server(lambda body, n: "fine") as server, pytest.raises(Stopped):
+        endpoint(server.url).run([ask_for(HI, Sampling(), n, False) for n in range(9)], stop)
+    gc.collect()  # asyncio logs an exception that nobody took once its task is gone
+    assert not caplog.records
 
 
 def test_retry_after_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

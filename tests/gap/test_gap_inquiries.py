@@ -147,7 +147,10 @@ def test_repeated_ids_keep_both_rows(tmp_path: Path) -> None:
 
 
 def test_a_hundred_thousand_lines(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "q.jsonl", *({**ROW, "id": i, "prompt": f"{i}+0?", "answer": i} for i in range(100_000)))
+    path = jsonl(
+        tmp_path / "q.jsonl",
+        *({**ROW, "id": i, "prompt": f"{i}+0?", "answer": i, "check": "contains"} for i in range(100_000)),
+    )
     started = time.perf_counter()
     file = read(path)
     assert len(file.inquiries) == 100_000
@@ -169,6 +172,22 @@ def test_code_of_a_file_runs_only_where_it_is_allowed(tmp_path: Path) -> None:
     assert read(bare, check=own).inquiries[0].checks == own
 
 
+def test_references_that_a_check_cannot_use_are_rows_that_cannot_be_used(tmp_path: Path) -> None:
+    path = jsonl(
+        tmp_path / "q.jsonl",
+        ROW,
+        {**ROW, "answer": "four"},
+        {**ROW, "answer": "(4", "check": "regex"},
+        {**ROW, "answer": "...", "check": "normalized"},
+    )
+    named = r"3 rows .*line 2: .*holds no number.*line 3: .*no regular.*line 4: .*empty"
+    with pytest.raises(TracefpError, match=named):
+        read(path)
+    assert len(read(path, skip_broken=True).inquiries) == 1
+    with pytest.raises(TracefpError, match="one JSON array"):
+        read(jsonl(tmp_path / "array.json", [ROW]))
+
+
 @pytest.mark.parametrize(
     ("check", "message"),
     [
@@ -177,6 +196,8 @@ def test_code_of_a_file_runs_only_where_it_is_allowed(tmp_path: Path) -> None:
         ({"kind": "json_schema", "schema": {"type": "objekt"}}, "is no JSON Schema"),
         ({"kind": "json_schema"}, "check json_schema, schema"),
         ({"kind": "judge"}, "check judge, rubric"),
+        ({"kind": "contains", "moed": "any"}, "check contains, moed: unknown key; did you mean mode"),
+        ({"kind": "regex", "pattern": "(a"}, r"check regex: pattern '\(a' is no regular expression"),
         ({"kind": "exact", "pass_at": 2}, "pass_at belongs to kind python"),
         ({"knd": "exact"}, 'object with "kind"'),
         ([], "empty list"),

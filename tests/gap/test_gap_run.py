@@ -171,6 +171,26 @@ def test_an_endpoint_that_stops_answering_loses_nothing(tmp_path: Path) -> None:
         assert len(had) == 40
 
 
+def test_a_form_that_answered_nothing_may_be_named_anew(tmp_path: Path) -> None:
+    def script(body: dict[str, Any], n: int) -> Any:
+        return Bad(400 if n % 2 else 500) if body["model"] == "typo" else "right"
+
+    rows = [{"id": f"q{i}", "prompt": f"Say {i}", "answer": "right", "check": "exact"} for i in range(30)]
+    with fake_server(script) as server:
+        url = f"{server.url}?model="
+        asked = request(f"{url}t", f"{url}typo", inquiries(tmp_path, *rows), Sampling())
+        with pytest.raises(TracefpError, match="in a row have failed"):
+            gap(asked, tmp_path / "out")
+        before = len(server.requests)
+        with pytest.raises(TracefpError, match="--train-form"):
+            gap(replace(asked, train=parse_form("t", f"{url}other")), tmp_path / "out", resume=True)
+        facts = gap(replace(asked, serve=parse_form("s", f"{url}s")), tmp_path / "out", resume=True)
+        assert len(server.requests) == before + 30
+    assert facts["pairs"]["both_pass"] == 30
+    assert facts["settings"]["--serve-form"] == f"{url}s"
+    assert [line["side"] for line in lines(tmp_path / "out" / "timing.jsonl")] == ["train", "train", "serve", "serve"]
+
+
 def test_an_endpoint_with_log_probs_against_weights(tmp_path: Path, model: Path) -> None:
     """A server that serves the very model: its log-probs, and the ones it gives for the other's tokens, agree."""
     from tracefp4.gap.local import load_runner

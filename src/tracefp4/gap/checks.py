@@ -7,6 +7,7 @@ sandbox of their own; patterns and schemas travel with the inquiry: a file of a 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ KINDS = (
     "judge",
 )
 RUNS_CODE = ("python", "command")
+ROW_TELLS = ("exact", "normalized", "numeric", "regex")
+"""Kinds whose reference is tried as its row is read: it takes no worker."""
 NEEDS_ANSWER = ("exact", "normalized", "contains", "numeric", "math")
 
 
@@ -108,7 +111,7 @@ class CheckSpec:
         keys = {name: value for name, value in keys.items() if value is not None}  # Parquet fills structs with null
         kind = keys["kind"]
         if kind not in KINDS:
-            raise TracefpError(f"unknown check {kind!r}{did_you_mean(kind, list(KINDS))}; known are {', '.join(KINDS)}")
+            raise TracefpError(f"unknown check {kind!r}{did_you_mean(kind, list(KINDS))}")
         text = json.dumps(keys, sort_keys=True)
         own = {name: value for name, value in keys.items() if name not in ("kind", "pass_at")}
         if "pass_at" in keys and kind != "python":
@@ -120,6 +123,10 @@ class CheckSpec:
             first = error.errors(include_url=False)[0]
             name = ".".join(str(part) for part in first["loc"] if part != "schema_")
             message = first["msg"].removeprefix("Value error, ")
+            if first["type"] == "extra_forbidden":
+                config = _OWN_CONFIGS.get(kind, CheckConfig)
+                known = [field.alias or key for key, field in config.model_fields.items() if key != "kind"]
+                message = f"unknown key{did_you_mean(name, known)}"
             raise TracefpError(
                 f"check {kind}{f', {name}' if name else ''}: {message[0].lower()}{message[1:]}"
             ) from None
@@ -127,20 +134,27 @@ class CheckSpec:
             raise TracefpError(f"check {kind}: {error}") from None
 
 
+_OWN_CONFIGS: dict[str, type[StrictModel]] = {
+    "contains": ContainsConfig,
+    "json_schema": SchemaConfig,
+    "command": CommandConfig,
+    "judge": JudgeConfig,
+}
+
+
 def _config(kind: str, keys: dict[str, Any]) -> BaseModel:
-    if kind == "contains":
-        return ContainsConfig(**keys)
-    if kind == "json_schema":
-        return SchemaConfig(**keys)
-    if kind == "command":
-        return CommandConfig(**keys)
-    if kind == "judge":
-        return JudgeConfig(**keys)
+    if kind in _OWN_CONFIGS:
+        return _OWN_CONFIGS[kind](**keys)
     if kind in ("exact", "normalized"):
         loose = {"casefold": True, "strip_punctuation": True} if kind == "normalized" else {}
         return CheckConfig(**{"kind": "exact", "extract": "whole", **loose, **keys})
     if kind == "regex":
-        return CheckConfig(**{"kind": "regex", "match": "search", **keys})
+        config = CheckConfig(**{"kind": "regex", "match": "search", **keys})
+        try:
+            re.compile(config.pattern or "")
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(f"pattern {config.pattern!r} is no regular expression: {error}") from None
+        return config
     return CheckConfig(kind=kind, **keys)
 
 

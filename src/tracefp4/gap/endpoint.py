@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -31,6 +33,7 @@ HOPELESS = 20
 
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529})
 _WRONG_FOR_ALL = frozenset({401, 403, 404, 405})
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,8 @@ class Endpoint:
             tasks = [asyncio.create_task(work()) for _ in range(self.concurrency)]
             try:
                 await asyncio.gather(*tasks)
+            except KeyboardInterrupt:
+                return  # a signal that struck a task has left the loop already; raised again, it is logged as lost
             finally:
                 for task in tasks:
                     task.cancel()
@@ -187,7 +192,7 @@ class Endpoint:
         """A server's text as part of a sentence: short, and without the key, which some servers repeat."""
         if self._key:
             text = text.replace(self._key, "***")
-        text = " ".join(text.split())
+        text = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(text.split()))
         return text if len(text) <= 300 else text[:300] + "..."
 
 
@@ -251,22 +256,27 @@ def read_answer(found: dict[str, Any] | Failure, seconds: float) -> Answer | Fai
         return Failure(f"the answer's text is {type(text).__name__}")
     if finish is None:
         return Failure("the answer was cut off: it has no finish_reason")
-    prompt_tokens, tokens = (c if isinstance(c, int) and not isinstance(c, bool) else None for c in counts)
-    answer = Answer(text, str(finish), seconds, prompt_tokens, tokens)
+    prompt_tokens, tokens = (c if type(c) is int and 0 <= c <= MAX_BODY else None for c in counts)
+    answer = Answer(_whole(text), _whole(str(finish)), seconds, prompt_tokens, tokens)
     return _with_logprobs(answer, choice.get("logprobs"))
+
+
+def _whole(text: str) -> str:
+    """With U+FFFD for halves of UTF-16 pairs: JSON can carry them (a token may end within an emoji), UTF-8 cannot."""
+    return _SURROGATE.sub("\ufffd", text)
 
 
 def _with_logprobs(answer: Answer, raw: Any) -> Answer:
     """With what the server says of tokens, where it says it of every one; a half of it is left out."""
     try:
         if raw.get("content") is not None:
-            pieces = [str(entry["token"]) for entry in raw["content"]]
+            pieces = [_whole(str(entry["token"])) for entry in raw["content"]]
             logprobs = [float(entry["logprob"]) for entry in raw["content"]]
         else:
-            pieces, logprobs = [str(t) for t in raw["tokens"]], [float(v) for v in raw["token_logprobs"]]
+            pieces, logprobs = [_whole(str(t)) for t in raw["tokens"]], [float(v) for v in raw["token_logprobs"]]
     except (AttributeError, KeyError, TypeError, ValueError):
         return answer
-    if not pieces or len(pieces) != len(logprobs):
+    if not pieces or len(pieces) != len(logprobs) or not all(map(math.isfinite, logprobs)):
         return answer
     ids = None
     if all(piece.startswith("token_id:") and piece[9:].isdigit() for piece in pieces):
@@ -287,4 +297,4 @@ def read_scores(found: dict[str, Any] | Failure, response: Sequence[int]) -> lis
         values = [float(entry[str(token)]["logprob"]) for entry, token in zip(entries, response, strict=True)]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
         return None
-    return values
+    return values if all(map(math.isfinite, values)) else None

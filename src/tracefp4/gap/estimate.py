@@ -91,7 +91,11 @@ def estimate_lines(found: dict[str, Any]) -> list[str]:
     for name, part in [(f"{side} form", found["sides"][side]) for side in SIDES] + [("judge", found["judge"])]:
         if part is None:
             continue
-        what = f"{part['requests']:,} requests" if part["requests"] else f"{part['answers']:,} answers to decode here"
+        if not part["answers"]:
+            lines.append(f"{name}: all answers are there ({part['form']})")
+            continue
+        thing = "request" if part["requests"] else "answer"
+        what = f"{part['answers']:,} {thing}{'s' * (part['answers'] != 1)}" + " to decode here" * (thing == "answer")
         line = (
             f"{name}: {what}, about {part['tokens_in']:,} tokens in, at most {part['tokens_out_at_most']:,} out"
             f" ({part['form']})"

@@ -64,8 +64,10 @@ class GapFolder:
             raise RunFolderError(f"{self.path} holds no deployment check and is left alone: choose another --out")
         facts = self._read() if resume and GAP in present else None
         settings, now = json.loads(json.dumps(settings)), provenance()
+        unanswered = [] if facts is None else [side for side in SIDES if not self._answered(side)]
         if facts is not None:
-            self._check_same(facts["settings"], settings)
+            free = {name for side in unanswered for name in (f"--{side}-form", f"weights of --{side}-form")}
+            self._check_same(facts["settings"], settings, free)
             if changed := append_resume(facts, now):
                 warn(f"{self.path} goes on with {changed}: its figures may not be those of an unbroken check")
         with storage_errors(str(self.path)):
@@ -75,6 +77,10 @@ class GapFolder:
                     (self.path / name).unlink(missing_ok=True)
             elif recheck or facts.get("checks_hash") != checks:
                 (self.path / MARKS).unlink(missing_ok=True)
+            if unanswered:  # what failed may have been another form
+                self.replace(TIMING, [line for _, line in self._lines(TIMING) if line["side"] not in unanswered])
+            for side in unanswered:
+                (self.path / f"answers-{side}.jsonl").unlink(missing_ok=True)
         facts = (now | {"resumes": []} if facts is None else facts) | {"settings": settings, "checks_hash": checks}
         facts["complete"] = False
         write_json_atomic(self.path / GAP, facts)
@@ -92,8 +98,13 @@ class GapFolder:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TracefpError(f"{path} cannot be read ({error}): choose another --out") from None
 
-    def _check_same(self, then: dict[str, Any], now: dict[str, Any]) -> None:
-        for key in sorted({*then, *now}):
+    def _answered(self, side: str) -> bool:
+        """Whether anything came of a side's form: until then a mistake in its name can be mended."""
+        other = SERVE if side == TRAIN else TRAIN
+        return any(isinstance(found, Answer) for found in self.answers(side).values()) or bool(self.scores(other))
+
+    def _check_same(self, then: dict[str, Any], now: dict[str, Any], free: set[str]) -> None:
+        for key in sorted({*then, *now} - free):
             if then.get(key) != now.get(key):
                 what = (
                     "other questions"

@@ -112,10 +112,7 @@ def _endpoint(option: str, text: str) -> EndpointForm:
     keys = dict(pairs)
     for name in keys:
         if name not in _ENDPOINT_KEYS:  # the value stays out of the message: it may be a key
-            raise TracefpError(
-                f"{option} has the unknown key {name!r}{did_you_mean(name, list(_ENDPOINT_KEYS))}; "
-                f"known are {', '.join(_ENDPOINT_KEYS)}"
-            )
+            raise TracefpError(f"{option} has the unknown key {name!r}{did_you_mean(name, list(_ENDPOINT_KEYS))}")
     if not keys.get("model"):
         raise TracefpError(f"{option} names no model: write {url}?model=NAME")
     url = url.rstrip("/")

@@ -17,7 +17,7 @@ from typing import Any
 
 from tracefp4.config import did_you_mean
 from tracefp4.errors import TracefpError
-from tracefp4.gap.checks import RUNS_CODE, CheckSpec, Question, needs_answer
+from tracefp4.gap.checks import ROW_TELLS, RUNS_CODE, CheckSpec, Markers, Question, needs_answer
 from tracefp4.tasks.base import Message
 from tracefp4.tasks.records import ROLES
 from tracefp4.tasks.rows import READERS
@@ -99,6 +99,7 @@ class _Reader:
     folder: Path
     broken: list[str] = field(default_factory=list)
     parsed: dict[str, tuple[CheckSpec, ...]] = field(default_factory=dict)
+    markers: Markers = field(default_factory=Markers)
 
 
 def read_inquiries(path: str | Path, options: ReadOptions | None = None) -> InquiryFile:
@@ -112,11 +113,14 @@ def read_inquiries(path: str | Path, options: ReadOptions | None = None) -> Inqu
     data = _bytes(path)
     reader = _Reader(options, path.parent)
     inquiries: list[Inquiry] = []
-    for where, row in _rows(path, data, reader):
-        try:
-            inquiries.append(_inquiry(row, where, reader))
-        except TracefpError as error:
-            reader.broken.append(f"{where}: {error}")
+    try:
+        for where, row in _rows(path, data, reader):
+            try:
+                inquiries.append(_inquiry(row, where, reader))
+            except TracefpError as error:
+                reader.broken.append(f"{where}: {error}")
+    finally:
+        reader.markers.close()
     if reader.broken and not options.skip_broken:
         count, more = len(reader.broken), len(reader.broken) - SHOWN
         rest = f"; and {more} more" if more > 0 else ""
@@ -207,14 +211,20 @@ def _json_rows(path: Path, data: bytes, encoding: str, reader: _Reader) -> Itera
             continue
         except ValueError as error:
             if number == 1 and line.lstrip().startswith("["):
-                raise TracefpError(f"{path} is one JSON array; write one object a line instead") from None
+                raise _array(path) from None
             message = getattr(error, "msg", "a number of thousands of digits").lower()
             reader.broken.append(f"{where}: no valid JSON: {message} at column {getattr(error, 'colno', 1)}")
             continue
         if isinstance(row, dict):
             yield where, row
+        elif number == 1 and isinstance(row, list):
+            raise _array(path)
         else:
             reader.broken.append(f"{where}: {type(row).__name__}, not an object with fields")
+
+
+def _array(path: Path) -> TracefpError:
+    return TracefpError(f"{path} is one JSON array; write one object a line instead")
 
 
 def _csv_rows(path: Path, text: str, reader: _Reader) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -264,7 +274,7 @@ def _inquiry(row: dict[str, Any], where: str, reader: _Reader) -> Inquiry:
     category = row.get("category", "")
     if not isinstance(category, str | int):
         raise TracefpError("category must be text")
-    return Inquiry(
+    inquiry = Inquiry(
         id=_id(row.get("id"), f"line-{number}"),
         messages=_messages(row, reader.options.system),
         answers=answers,
@@ -273,6 +283,10 @@ def _inquiry(row: dict[str, Any], where: str, reader: _Reader) -> Inquiry:
         fields={str(name): _plain(value) for name, value in row.items() if name not in FIELDS},
         where=where,
     )
+    for spec in checks:
+        if spec.kind in ROW_TELLS:
+            reader.markers.of(spec).validate([inquiry.question])
+    return inquiry
 
 
 def _checks(raw: Any, reader: _Reader) -> tuple[CheckSpec, ...]:

@@ -73,12 +73,21 @@ def render(facts: dict[str, Any], flips: Sequence[dict[str, Any]]) -> str:
 
 
 def _verdict(facts: dict[str, Any]) -> dict[str, Any]:
-    gate = facts["gate"]
+    gate, found = facts["gate"], facts["inquiries"]
+    left_out = []
+    if found["missing"]:
+        left_out = [
+            f"Only {found['compared']:,} of {found['asked']:,} inquiries are compared: the others lack an answer or "
+            "its check (see What is missing)."
+        ]
     if gate is None:
         return {
             "kind": "none",
             "heading": "Measured; no limit was set",
-            "sentences": ["How large a drop is acceptable is for the reader to say (--max-drop makes it a limit)."],
+            "sentences": [
+                "How large a drop is acceptable is for the reader to say (--max-drop makes it a limit).",
+                *left_out,
+            ],
         }
     heading = {
         "pass": "Passed: the serving form may be used",
@@ -90,7 +99,8 @@ def _verdict(facts: dict[str, Any]) -> dict[str, Any]:
         f"{_percent(gate['confidence'], 3)}."
     )
     reason = str(gate["reason"])
-    return {"kind": gate["verdict"], "heading": heading, "sentences": [reason[0].upper() + reason[1:] + ".", allowed]}
+    sentences = [reason[0].upper() + reason[1:] + ".", allowed, *left_out]
+    return {"kind": gate["verdict"], "heading": heading, "sentences": sentences}
 
 
 def _difference_sentence(facts: dict[str, Any]) -> str:
@@ -244,7 +254,9 @@ def _missing(facts: dict[str, Any]) -> list[str]:
     for side, name in ((TRAIN, "Training"), (SERVE, "Serving")):
         form = facts["forms"][side]
         for what, reasons in (("no answer", form["failures"]), ("not checked", form["unchecked"])):
-            lines += [f"{name} form, {what}, {count} times: {reason}" for reason, count in reasons.items()]
+            lines += [
+                f"{name} form, {what}, {_plural(count, 'time', 'times')}: {reason}" for reason, count in reasons.items()
+            ]
     if found["left_out"]:
         lines.append(
             f"{_plural(len(found['left_out']), 'row', 'rows')} of the file could not be used and were left out:"
