@@ -376,7 +376,7 @@ BAD = [
     (["sampling.max_prompt_tokens=1"], "every prompt exceeds 1 tokens"),
     (
         ["quant.weights=none", "quant.activations=none", "quant.kv=none"],
-        "the forms bf16 and fp4 run the same numbers: ",
+        "has nothing to quantize: quant.weights, quant.activations and quant.kv",
     ),
 ]
 

@@ -7,6 +7,7 @@ import pytest
 
 from tracefp4.config import ConfigError
 from tracefp4.errors import TracefpError
+from tracefp4.loop import RunConfig
 from tracefp4.methods import Method, MethodConfig, QuantConfig, get_method, list_methods, list_presets
 from tracefp4.methods.base import register
 from tracefp4.nn import TrainerForward
@@ -195,6 +196,16 @@ def test_guided_modes_refuse_what_one_record_cannot_hold() -> None:
         get_method("trace").recipe(QuantConfig(activations="none", kv="none"), 4)
 
 
+@pytest.mark.parametrize("name", ["naive", "qat", "w4a16", "w4a16@nvfp4"])
+def test_a_quantized_mode_refuses_to_quantize_nothing(name: str) -> None:
+    quant = QuantConfig(weights="none", activations="none", kv="none")
+    if "@" in name:  # the formats behind the @ replace those of [quant]
+        assert get_method(name).recipe(quant, 4).quantized
+        return
+    with pytest.raises(TracefpError, match=f"method {name} has nothing to quantize: quant.weights"):
+        get_method(name).recipe(quant, 4)
+
+
 @pytest.mark.parametrize("name", ["naive", "qat", "trace-all"])
 def test_formats_come_from_the_config(name: str) -> None:
     quant = QuantConfig(
@@ -251,3 +262,13 @@ def test_docs_describe_every_mode_and_key() -> None:
     for config in (TrainConfig, MethodConfig, CompensationConfig):
         for key in config.model_fields:
             assert f".{key}`" in recipes or f".{key}.*`" in recipes or key == "compensation", key
+
+
+@pytest.mark.parametrize(("name", "refused"), [("bf16", False), ("qat", False), ("trace", True)])
+def test_only_a_mode_that_records_is_bound_by_the_age_of_records(name: str, refused: bool) -> None:
+    run = {"method": {"name": name}, "run": {"lag": 4}}
+    if refused:
+        with pytest.raises(ValueError, match=r"run.lag 4 exceeds train.max_version_diff 3"):
+            RunConfig.model_validate(run)
+    else:
+        assert RunConfig.model_validate(run).run.lag == 4

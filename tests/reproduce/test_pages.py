@@ -115,7 +115,7 @@ def test_a_pack_travels_and_goes_on(made_up: MakeUp, tmp_path: Path) -> None:
     assert steps_done(moved.specs[0]) == half
     assert all((start / "warmstart.json").is_file() for start in moved.starts)
     assert list((moved.specs[0].run_dir / "states").iterdir())
-    with pytest.raises(TracefpError, match="holds a plan already"):
+    with pytest.raises(TracefpError, match="holds a plan already: unpack into another folder"):
         unpack(tmp_path / "pack", there / "out")
 
 

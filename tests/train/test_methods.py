@@ -215,10 +215,11 @@ def test_settings_of_the_losses_are_keys(tmp_path: Any) -> None:
         ("method.layer='all'", "did you mean method.layers"),
         ("train.tbpo.eps_low=0", "train.tbpo.eps_low"),
         ("method.bits=3", "method.bits must be one of 4.5"),
-        ("run.lag=4", "run.lag 4 exceeds train.max_version_diff 3"),
     ):
         with pytest.raises(ConfigError, match=message):
             load(tmp_path, override)
+    with pytest.raises(ConfigError, match=r"run.lag 4 exceeds train.max_version_diff 3"):
+        load(tmp_path, "run.lag=4", "method.name='trace'")
     with pytest.raises(ConfigError, match=r"run.lag is for synchronous runs"):
         load(tmp_path, "run.lag=1", "run.asynchronous=true")
     with pytest.raises(ConfigError, match=r"ptq:nvfp4 evaluates in another form"):

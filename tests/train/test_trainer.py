@@ -459,3 +459,16 @@ def test_updated_weights_load_into_the_engine(tied: bool) -> None:
     assert engine.version == trainer.version == 2
     new = trainer.update(RolloutBatch(rewarded(engine.generate(list(requests("c")))), 2))
     assert new["mismatch/logprob_abs_diff_max"] <= 1e-5
+
+
+def test_a_response_without_sampled_tokens_teaches_nothing() -> None:
+    batch, store = rollout("bf16", n=8)
+    unspoken = batch.trajectories[4]
+    tokens = len(unspoken.response_ids)
+    unspoken = replace(unspoken, group=9, reward=1.0, sampled=torch.zeros(tokens, dtype=torch.bool))
+    with_it = [*batch.trajectories[:4], unspoken, replace(unspoken, request_id="other", reward=0.0)]
+    alone, both = make_trainer("bf16", "float32", store), make_trainer("bf16", "float32", store)
+    metrics = alone.update(RolloutBatch(rewarded(batch.trajectories[:4]), 0))
+    assert both.update(RolloutBatch(with_it, 0)) == metrics
+    with pytest.raises(ValueError, match="no trajectory with a response"):
+        both.update(RolloutBatch(with_it[4:], 0))

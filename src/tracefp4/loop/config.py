@@ -118,7 +118,7 @@ class RunConfig(StrictModel):
                 f"{method.name} evaluates in another form than its rollout, which an asynchronous run does not: train "
                 f"bf16 and evaluate it with --forms bf16,{method.name}, or set run.asynchronous=false"
             )
-        if self.run.lag > self.train.max_version_diff:
+        if method.guidance is not None and self.run.lag > self.train.max_version_diff:
             raise ValueError(
                 f"run.lag {self.run.lag} exceeds train.max_version_diff {self.train.max_version_diff}: every record "
                 "would be too old; raise it too"

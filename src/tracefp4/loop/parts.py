@@ -227,6 +227,11 @@ def preflight(config: RunConfig, task: Task | None = None, training: bool = True
         # Another seed is another run: other problems too, not only other samples of the same ones.
         task = make_task(config.task.model_copy(update={"seed": config.task.seed + config.run.seed}))
     ModelShape.from_hf(hf_config)
+    if rollout.backend in ("triton", "native") and make_loss(method.loss, train).top_logprobs:
+        raise TracefpError(
+            f"method {method.name} needs the rollout's likeliest tokens, which rollout.backend "
+            f'"{rollout.backend}" does not keep: set rollout.backend="torch"'
+        )
     recipe = method.recipe(config.quant, hf_config.num_hidden_layers)
     encoder = make_encoder(tokenizer, config)
     check_weights(path, hf_config)

@@ -135,6 +135,11 @@ class Method:
             return QuantRecipe(num_layers=num_layers)
         part = _parts(quant, self.formats)
         g = self.guidance
+        if not any(part.values()):
+            raise TracefpError(
+                f"method {self.name} has nothing to quantize: quant.weights, quant.activations and quant.kv leave all "
+                "in the compute dtype; set one of them, or take method bf16"
+            )
         recorded = [name for name in (part["activations"], part["kv"]) if name is not None]
         if g is not None and not recorded:
             raise TracefpError(f"method {self.name} has nothing to guide: quant.activations and quant.kv are both none")

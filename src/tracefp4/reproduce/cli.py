@@ -172,7 +172,7 @@ def _reproduce(request: Request, out: Path, jobs: int | None, deadline: float | 
         try:
             outcome = run_plan(plan, limits, _say)
         except signals.Stopped as stop:
-            _say(f"stopped by {stop}, states saved; {_again(request, out)}")
+            _say(f"stopped by {stop}, what is done is saved; {_again(request, out)}")
             raise SystemExit(stop.exit_code) from None
         results = gather(plan)
         written = write_results(plan, facts, results)

@@ -78,7 +78,7 @@ def unpack(folder: Path, out: Path) -> None:
         TracefpError: a part is missing or damaged, or there is a plan already.
     """
     if (out / PLAN).exists():
-        raise TracefpError(f"{out} holds a plan already: unpack into another --out, or go on without --unpack")
+        raise TracefpError(f"{out} holds a plan already: unpack into another folder, or go on with this one")
     parts = sorted(folder.glob("state.tar.gz.*"))
     try:
         facts = json.loads((folder / _FACTS).read_bytes())

@@ -17,7 +17,7 @@ from tracefp4.align.passrate import paired_difference
 
 Floats = NDArray[np.float64]
 
-# Student's t, two-sided 95 %, by degrees of freedom; beyond, the normal's 1.960 is within 2 %.
+# Student's t, two-sided 95 %, by degrees of freedom; beyond, the normal's 1.960 is within 5 %.
 _T_TO_15 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 _T_TO_30 = (2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
 _T95 = (*_T_TO_15, *_T_TO_30)

@@ -169,7 +169,7 @@ class GRPOTrainer:
         The distance of the two paths is measured on all trajectories, not only on those that teach: which groups
         have an advantage depends on the mode. Raises ValueError for an empty batch.
         """
-        answered = [t for t in batch.trajectories if t.response_ids]
+        answered = [t for t in batch.trajectories if t.num_sampled]
         if not answered:
             raise ValueError("the rollout batch holds no trajectory with a response")
         kept = assign_advantages(answered, self.config.advantage_eps)
