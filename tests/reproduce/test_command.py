@@ -141,4 +141,4 @@ def test_commands_in_one_process(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as caught:
             main(["chain", "--", *words])
         assert caught.value.code == code
-        assert capsys.readouterr().out.count("BF16 rollout and trainer") == texts
+        assert capsys.readouterr().out.count("FP32 rollout and trainer: the control") == texts

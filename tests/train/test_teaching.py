@@ -133,6 +133,6 @@ def test_a_small_vocabulary_and_a_missing_device_are_one_sentence(tmp_path: Path
     with pytest.raises(WarmstartError, match="vocab_size 32 is below the tokenizer's 98"):
         run_warmstart(small, tmp_path / "out")
     if not torch.cuda.is_available():
-        with pytest.raises(WarmstartError, match="this machine has no CUDA device"):
+        with pytest.raises(TracefpError, match="device = cuda needs a GPU"):
             run_warmstart(TINY.model_copy(update={"device": "cuda"}), tmp_path / "out")
     assert not (tmp_path / "out").exists()
