@@ -67,8 +67,7 @@ class Switched:
 @dataclass
 class Attribution:
     """clean: distance with every site aligned. sites: all layers at once; layers: all sites of one layer; grid: one
-    site
-    of one layer. causes: sentences, largest first."""
+    site of one layer. causes: sentences, largest first."""
 
     full: float
     clean: float
@@ -157,7 +156,7 @@ def attribute(
     out.sites += _conditions(meter, request)
     if request.layers:
         _by_layer(meter, out, sites, say)
-    out.causes = _causes(out)
+    out.causes = causes_of(out)
     return out
 
 
@@ -229,7 +228,7 @@ def _logprob_mode(
     return replace(turned, removed=-turned.removed, alone=-turned.alone, aligned_by_method=True, note=note)
 
 
-def _causes(out: Attribution) -> list[str]:
+def causes_of(out: Attribution) -> list[str]:
     """The open sites from the largest on, each with its worst layer."""
     causes = []
     whole = max(out.full, 1e-300)
@@ -238,7 +237,8 @@ def _causes(out: Attribution) -> list[str]:
             continue
         text = f"{s.title}: aligned, the distance falls by {percent(s.removed / whole)} of {number(out.full)}"
         text += f"; alone it makes {number(s.alone)}"
-        mine = [g for g in out.grid if g.site == s.site and g.removed > 0.5 * s.removed]
+        # Of a layer that is aligned already, "removed" is what undoing that would cost: no part of this distance.
+        mine = [g for g in out.grid if g.site == s.site and not g.aligned_by_method and g.removed > 0.5 * s.removed]
         worst = max(mine, key=lambda g: g.removed, default=None)
         if worst is not None and len(out.layers) > 2:
             where = "the embedding or head" if worst.layer == OUTSIDE else f"layer {worst.layer}"
