@@ -160,6 +160,7 @@ class RolloutWorker:
                 f"step{step}",
                 c.run.probe_trajectories if probing else 0,
                 [ids for _, ids in kept],
+                heads=True,
             )
             by_prompt = {p.id: requests[i * n : (i + 1) * n] for i, (p, _) in enumerate(kept)}
             fits = [p if ids is not None else None for p, ids in zip(prompts, encoded, strict=True)]

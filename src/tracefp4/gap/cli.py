@@ -40,15 +40,8 @@ class GapCommand(TyperCommand):
 
 def gap(
     *,
-    train_form: Annotated[
-        str,
-        typer.Option(
-            "--train-form", metavar="FORM", help="The form that was trained and evaluated.", show_default=False
-        ),
-    ],
-    serve_form: Annotated[
-        str, typer.Option("--serve-form", metavar="FORM", help="The form to be served.", show_default=False)
-    ],
+    train_form: Annotated[str, typer.Option(metavar="FORM", help="The form that was trained.", show_default=False)],
+    serve_form: Annotated[str, typer.Option(metavar="FORM", help="The form to be served.", show_default=False)],
     inquiries: Annotated[
         Path, typer.Option(metavar="FILE", help="JSON lines, CSV or Parquet, see docs/gap.md.", show_default=False)
     ],
@@ -99,14 +92,16 @@ def gap(
     Exit code: 0 the gate passed or there was none, 1 it failed, 2 not enough inquiries to tell, 64 an error of the
     user's, 70 an error of this program.
     """
-    given = dict(locals())
-    out = out or Path(f"gap-{inquiries.name.split('.')[0]}")
+    raise typer.Exit(_code(dict(locals())))
+
+
+def _code(given: dict[str, Any]) -> int:
+    """The exit code of a gate; other endings are raised. given: the options by name."""
     try:
-        request = _request(given)
+        request, out = _request(given), given["out"] or Path(f"gap-{given['inquiries'].name.split('.')[0]}")
+        flags = {name: given[name] for name in ("dry_run", "resume", "overwrite", "recheck", "as_json")}
         with signals.stoppable():
-            code = _run(
-                request, out, dry_run=dry_run, resume=resume, overwrite=overwrite, recheck=recheck, as_json=as_json
-            )
+            return _run(request, out, **flags)
     except signals.Stopped as stop:
         say(f"stopped by {stop}; go on with the same command and --resume", sys.stderr)
         raise SystemExit(stop.exit_code) from None
@@ -118,7 +113,6 @@ def gap(
     except Exception:
         traceback.print_exc()
         raise typer.Exit(INTERNAL_ERROR) from None
-    raise typer.Exit(code)
 
 
 def _request(given: dict[str, Any]) -> GapRequest:

@@ -146,10 +146,12 @@ class Parts:
         tag: str,
         probes: int = 0,
         encoded: Sequence[tuple[int, ...]] | None = None,
+        heads: bool = False,
     ) -> list[Request]:
         """``samples`` requests a prompt, prompt by prompt. probes of them, spread evenly, keep their full codes.
 
-        encoded: the prompts' token ids as ``encode`` gave them; left out, every prompt must fit.
+        encoded: the prompts' token ids as ``encode`` gave them; left out, every prompt must fit. heads: for training:
+        the rollout's likeliest tokens are kept where the method's loss takes them.
         """
         if encoded is None:
             kept, encoded = self.encode(prompts)
@@ -158,7 +160,8 @@ class Parts:
                     f"{len(prompts) - len(kept)} of {len(prompts)} prompts do not fit; encode them first"
                 )
         s, seed = self.config.sampling, self.config.run.seed
-        head = min(make_loss(self.method.loss, self.train).top_logprobs, self.hf_config.vocab_size)
+        wanted = make_loss(self.method.loss, self.train).top_logprobs if heads else 0
+        head = min(wanted, self.hf_config.vocab_size)
         total = len(prompts) * samples
         stride = total / probes if probes else 0
         probed = {int(i * stride) for i in range(min(probes, total))}

@@ -100,7 +100,7 @@ class TrainingRun:
         truncated = self.parts.encoder.truncated - truncated
         probing = c.run.probe_every and index % c.run.probe_every == 0
         probes = c.run.probe_trajectories if probing else 0
-        requests = self.parts.requests(prompts, n, f"step{index}", probes, encoded)
+        requests = self.parts.requests(prompts, n, f"step{index}", probes, encoded, heads=True)
         clock = [time.perf_counter()]
         preemptions = self.engine.scheduler.num_preemptions
         each = [p for p in prompts for _ in range(n)]

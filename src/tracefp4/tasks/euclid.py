@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from tracefp4.errors import TracefpError
-from tracefp4.tasks.base import Prompt, TaskConfig
+from tracefp4.tasks.base import Prompt, TaskConfig, first_of_pool
 from tracefp4.tasks.tokenizer import EOS_TOKEN, FREE_LETTERS
 
 # Seeds as in running_sums: the test pool near 0, step s of task seed t in its own window above 2**64.
@@ -74,10 +74,7 @@ class Euclid:
         Raises:
             TracefpError: ``n`` is below 1 or above the pool's size.
         """
-        pool = _test_pool(self._difficulty)
-        if not 1 <= n <= len(pool):
-            raise TracefpError(f"n must lie in [1, {len(pool)}], the held-out pool; got {n}")
-        return list(pool[:n])
+        return first_of_pool(_test_pool(self._difficulty), n)
 
     def score(self, prompt: Prompt, response_text: str) -> float:
         """1.0 iff the library gives full marks to what follows the last ``#``, else 0.0."""

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from tracefp4.errors import TracefpError
-from tracefp4.tasks.base import Prompt, TaskConfig
+from tracefp4.tasks.base import Prompt, TaskConfig, first_of_pool
 from tracefp4.tasks.tokenizer import EOS_TOKEN, FREE_LETTERS
 
 # chain_sum derives item i from Random(seed + i), so a split is an interval of the seed line. The test pool
@@ -93,10 +93,7 @@ class RunningSums:
         Raises:
             TracefpError: ``n`` is below 1 or above the pool's size.
         """
-        pool = _test_pool(self._difficulty)
-        if not 1 <= n <= len(pool):
-            raise TracefpError(f"n must lie in [1, {len(pool)}], the held-out pool; got {n}")
-        return list(pool[:n])
+        return first_of_pool(_test_pool(self._difficulty), n)
 
     def score(self, prompt: Prompt, response_text: str) -> float:
         """1.0 iff reasoning-gym gives full marks to what follows the last ``#``, else 0.0.

@@ -245,6 +245,7 @@ class GRPOTrainer:
         units = tokens if self.loss.per == "token" else responses
         stats: dict[str, float] = defaultdict(float)
         sums: list[Tensor] = []
+        names: list[str] = []
         for m in mini:
             # Backward inside: under gradient checkpointing it repeats the forward and needs the same rows.
             with self.context.armed(m.guidance) as kwargs:
@@ -254,13 +255,14 @@ class GRPOTrainer:
             self.optimizer.accumulate()
             mask = m.batch.response_mask
             parts = (terms.loss.detach(), entropy[mask].sum(), terms.clipped.sum(), terms.ratio[mask].sum())
-            sums.append(torch.stack([part.float() for part in parts]))
-            for name, pair in terms.sums.items():
-                own[name] = [a + float(b) for a, b in zip(own.get(name, [0.0, 0.0]), pair, strict=True)]
+            names = list(terms.sums)
+            sums.append(torch.stack([part.double() for pair in (parts, *terms.sums.values()) for part in pair]))
         # Read once: each number asked for on the way would have the host wait for the device.
         for row in torch.stack(sums).tolist():
-            for name, value in zip(("loss", "entropy", "clip_frac", "ratio_mean"), row, strict=True):
+            for name, value in zip(("loss", "entropy", "clip_frac", "ratio_mean"), row, strict=False):
                 stats[f"train/{name}"] += value / (units if name == "loss" else tokens)
+            for i, name in enumerate(names):
+                own[name] = [a + b for a, b in zip(own.get(name, [0.0, 0.0]), row[4 + 2 * i : 6 + 2 * i], strict=True)]
         rise = min(1.0, (self._optimizer_steps + 1) / c.warmup_steps) if c.warmup_steps else 1.0
         stats["train/grad_norm"] = self.optimizer.step(c.lr * rise)
         self._optimizer_steps += 1

@@ -114,55 +114,66 @@ def _other_tokens(a: Table, b: Table, pairs: Pairs) -> tuple[Finding | None, boo
     begun = float((prefix >= np.maximum(1, 0.1 * shortest)).mean())
     lasts = f"{percent(share)} of the rows have other token ids in A and in B"
     sure = _share(wrong, lambda s: s > SOME)
+    common = float(np.median(prefix))
     if begun > 0.5:
-        finding = Finding(
-            "other_responses",
-            "A and B are of different responses",
-            sure,
-            (
-                f"{lasts}; {percent(begun)} of these begin alike and go apart after {np.median(prefix):.0f} tokens "
-                "(median), as two generations from one prompt do",
-            ),
-            "score the very tokens that the rollout sampled (teacher forcing); log-probs of two generations cannot be "
-            "compared token by token",
-            {"share": share, "common_prefix": float(np.median(prefix))},
+        evidence = (
+            f"{lasts}; {percent(begun)} of these begin alike and go apart after {common:.0f} tokens (median), as two "
+            "generations from one prompt do"
         )
-        return finding, share > 0.5
+        remedy = (
+            "score the very tokens that the rollout sampled (teacher forcing); log-probs of two generations cannot be "
+            "compared token by token"
+        )
+        return _other_responses(sure, evidence, remedy, share, common), share > 0.5
     mapped, pairs_seen = _mapping(a, b, pairs, rows)
     if mapped <= 0.95 and _one_vocabulary(a, b, pairs, rows):
-        finding = Finding(
-            "other_responses",
-            "A and B are of different responses",
-            sure,
-            (f"{lasts}, from the first tokens on; but every id is about as frequent in B as in A: one tokenizer",),
+        evidence = f"{lasts}, from the first tokens on; but every id is about as frequent in B as in A: one tokenizer"
+        remedy = (
             "pair the rows (write an id with each sample, the same in both files), and score the very tokens that the "
-            "rollout sampled (teacher forcing)",
-            {"share": share, "common_prefix": float(np.median(prefix))},
+            "rollout sampled (teacher forcing)"
         )
-        return finding, share > 0.5
+        return _other_responses(sure, evidence, remedy, share, common), share > 0.5
+    return _tokenizer(a, b, pairs, rows, sure, lasts, share, mapped, pairs_seen), share > 0.5
+
+
+def _other_responses(sure: float, evidence: str, remedy: str, share: float, common_prefix: float) -> Finding:
+    figures: dict[str, float | str] = {"share": share, "common_prefix": common_prefix}
+    return Finding("other_responses", "A and B are of different responses", sure, (evidence,), remedy, figures)
+
+
+def _tokenizer(
+    a: Table,
+    b: Table,
+    pairs: Pairs,
+    rows: NDArray[np.int64],
+    sure: float,
+    lasts: str,
+    share: float,
+    mapped: float,
+    pairs_seen: int,
+) -> Finding:
+    assert a.tokens is not None
+    assert b.tokens is not None
     sizes = [int(t.max()) if len(t) else 0 for t in (a.tokens, b.tokens)]
     lengths = float(np.diff(b.offsets)[pairs.b[rows]].sum() / max(1, np.diff(a.offsets)[pairs.a[rows]].sum()))
     evidence = [f"{lasts}, from the first tokens on"]
     if mapped > 0.95:
         evidence.append(
             f"every id of A stands for one and the same id of B ({percent(mapped)} of {pairs_seen} positions): the "
-            "same "
-            "pieces under other numbers"
+            "same pieces under other numbers"
         )
     else:
         evidence.append(f"B has {lengths:.2f} times as many tokens as A: the text is cut into other pieces")
     evidence.append(f"the largest id is {sizes[0]} in A and {sizes[1]} in B")
-    finding = Finding(
+    return Finding(
         "tokenizer",
         "A and B use different tokenizers",
         sure,
         tuple(evidence),
         "load the same tokenizer files on both sides (compare tokenizer.json, added tokens and vocabulary size), "
-        "and pass "
-        "token ids, not text, from the rollout to the trainer",
+        "and pass token ids, not text, from the rollout to the trainer",
         {"share": share, "mapped": mapped, "length_ratio": lengths, "largest_a": sizes[0], "largest_b": sizes[1]},
     )
-    return finding, share > 0.5
 
 
 def _mapping(a: Table, b: Table, pairs: Pairs, rows: NDArray[np.int64]) -> tuple[float, int]:
