@@ -3,8 +3,8 @@
     python benchmarks/larger_policy.py OUT_DIR    # of recipes/large.toml: OUT_DIR is runs/large-policy
 
 Twice the hidden size, heads, head_dim, experts (and experts per token) and expert width, and two more layers. Every
-width holds its weights twice, halved where they are summed, but heads: their new values are zeros, between the old ones,
-so that every old one keeps its frequency of rotation. The new layers add little, so that the function is nearly the
+width holds its weights twice, halved where they are summed, but for a head's: the new ones are zeros between the old,
+which thus keep their frequencies of rotation. The new layers add little, so that the function is nearly the
 built-in one's; 2 % of noise on every weight makes the copies differ.
 """
 
