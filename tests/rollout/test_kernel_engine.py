@@ -455,7 +455,7 @@ def test_rows_keep_their_place_when_others_leave() -> None:
     made = engine("bf16", "references", max_num_seqs=8)
     seqs = [object() for _ in range(6)]
     run = runner(made)
-    run._rows = seqs[:4]  # type: ignore[assignment]
+    run._rows, run._row_of = seqs[:4], {id(s): i for i, s in enumerate(seqs[:4])}  # type: ignore[assignment]
     assert run.order([seqs[0], seqs[2], seqs[3]]) == [seqs[0], seqs[3], seqs[2]]  # type: ignore[list-item]
     assert run.order([seqs[1], seqs[4], seqs[3], seqs[5]]) == [seqs[4], seqs[1], seqs[5], seqs[3]]  # type: ignore[list-item]
     assert run.order([seqs[5]]) == [seqs[5]]  # type: ignore[list-item]
