@@ -19,9 +19,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tracefp4.formats import QuantizedBlocks, get_format
 from tracefp4.kernels.grouped_experts.packed import PackedExperts
+from tracefp4.kernels.grouped_experts.triton_products import UP, products_dense, products_fp4, silu_mul
 from tracefp4.kernels.triton_layout import require_pairs
 from tracefp4.kernels.triton_math import (
     IEEE,
@@ -40,8 +42,6 @@ from tracefp4.kernels.triton_math import (
 from tracefp4.kernels.triton_unpack import block_scales, spread_columns, unpack
 
 INTERPRETED = triton.knobs.runtime.interpret
-UP = tl.constexpr(2.0**14)
-"""What undoes the factor of an FP16 operand."""
 
 
 @triton.jit
@@ -140,13 +140,6 @@ def _add_tile(acc, words, scale_pairs, x0, x1, x2, x3, x4, x5, x6, x7, BO: tl.co
 
 
 @triton.jit
-def _silu_mul(gate, up):
-    """silu(gate) * up of sums rounded to BF16, as a model that stores them computes it."""
-    gate, up = from_bf16(to_bf16(gate)), from_bf16(to_bf16(up))
-    return gate / (1.0 + tl.exp(-gate)) * up
-
-
-@triton.jit
 def _block_of_rows(order, offsets, block_expert, block_start, R: tl.constexpr, BY_ORDER: tl.constexpr):
     """(expert, rows [R], which are real, place of each in the (token, choice) order)."""
     block = tl.program_id(0)
@@ -204,7 +197,7 @@ def _products_fp4(
     owed_R = tl.load(factor + source, mask=real, other=0.0)[None, :]
     y = acc * owed_e * owed_R
     if GATED:
-        y = _silu_mul(y, acc_up * owed_e * owed_R)
+        y = silu_mul(y, acc_up * owed_e * owed_R)
         target = m.to(tl.int64)
     else:
         target = position.to(tl.int64)
@@ -240,7 +233,7 @@ def _products_dense(
             )
             acc_up = dot(v_t, x_t, acc_up)
     if GATED:
-        y = _silu_mul(acc, acc_up)
+        y = silu_mul(acc, acc_up)
         target = m.to(tl.int64)
     else:
         y = acc
@@ -262,7 +255,11 @@ def _weighted_sum(rows, gates, out, K: tl.constexpr, O: tl.constexpr, BLOCK: tl.
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """Output features and rows of a program, its warps and pipeline stages; dense_inner: inputs a step of BF16."""
+    """Output features and rows of a program, its warps and pipeline stages.
+
+    dense_inner: inputs a step of BF16. down: output features of a program of the second product, 0: as of the first.
+    strips: the products of `triton_products`, with its GROUP, TAILS, and BULK for BF16 weights.
+    """
 
     outputs: int
     rows: int
@@ -270,6 +267,11 @@ class ExpertsConfig:
     num_stages: int
     dense_inner: int = 64
     asm: bool = True
+    down: int = 0
+    strips: bool = False
+    group: int = 8
+    tails: int = 0
+    bulk: bool = False
 
 
 def default_config(fp4: bool, rows_per_expert: float) -> ExpertsConfig:
@@ -362,20 +364,33 @@ def products(
     out_rows: int, config: ExpertsConfig,
 ) -> Tensor:  # fmt: skip
     """Grouped product over all blocks of rows; gated: of tokens, with SiLU; else of sorted rows, by position."""
-    fp4 = isinstance(weights, PackedExperts)
     O, I = (weights.outputs, weights.inputs) if isinstance(weights, PackedExperts) else weights.shape[1:]
     width = O // 2 if gated else O
+    outputs = config.outputs if gated or not config.down else config.down
     out = torch.empty(out_rows, width, dtype=torch.bfloat16, device=rows.device)
-    grid = (routing.blocks, triton.cdiv(width, config.outputs))
-    common = {"K": K, "I": I, "O": O, "GATED": gated, "BO": config.outputs, "R": config.rows}
+    common = {"K": K, "I": I, "O": O, "GATED": gated, "BO": outputs, "R": config.rows}
     launch = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    columns = triton.cdiv(width, outputs)
+    if config.strips:
+        group = min(config.group, routing.blocks)
+        grid: tuple[int, ...] = (triton.cdiv(routing.blocks, group) * group * columns,)
+        common["TAILS"] = config.tails
+    else:
+        grid = (routing.blocks, columns)
     if isinstance(weights, PackedExperts):
-        assert fp4
-        kernel = _products_fp4[grid](
-            rows, factor, weights.words, weights.scales.view(torch.int16), weights.epilogue, out, *routing.tensors,
-            ASM=config.asm, **common, **launch,
-        )  # fmt: skip
+        operands = (rows, factor, weights.words, weights.scales.view(torch.int16), weights.epilogue, out)
+        if config.strips:
+            kernel = products_fp4[grid](*operands, *routing.tensors, group, ASM=config.asm, **common, **launch)
+        else:
+            kernel = _products_fp4[grid](*operands, *routing.tensors, ASM=config.asm, **common, **launch)
         require_pairs(kernel)
+    elif config.strips and I % config.dense_inner == 0:
+        if config.bulk:
+            block = [outputs, config.dense_inner]
+            weights = TensorDescriptor.from_tensor(weights.flatten(0, 1), block)  # type: ignore[assignment]
+        products_dense[grid](
+            rows, weights, out, *routing.tensors, group, BI=config.dense_inner, BULK=config.bulk, **common, **launch
+        )
     else:
         _products_dense[grid](rows, weights, out, *routing.tensors, BI=config.dense_inner, **common, **launch)
     return out
