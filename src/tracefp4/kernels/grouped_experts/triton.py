@@ -34,6 +34,7 @@ from tracefp4.kernels.triton_math import (
     encode_e2m1,
     encode_e4m3,
     encode_scale_of,
+    follow,
     from_bf16,
     multiplier,
     to_bf16,
@@ -47,12 +48,13 @@ INTERPRETED = triton.knobs.runtime.interpret
 @triton.jit
 def _route(
     experts, order, offsets, block_expert, block_start, block_count, M,
-    E: tl.constexpr, EP: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program e lists the rows of expert e in order of (token, choice), and its blocks of R rows.
 
     Every program counts all choices for itself, so none waits for another.
     """
+    follow(PDL)
     e = tl.program_id(0)
     i, bins = tl.arange(0, CHUNK), tl.arange(0, EP)
     counts = tl.zeros([EP], tl.int32)
@@ -83,11 +85,13 @@ def _operand_rows(
     x, codes_in, scales_in, s_in, out, factor_out, x_stride,
     I: tl.constexpr, NB: tl.constexpr, CODES: tl.constexpr, QUANTIZE: tl.constexpr, S_STRIDE: tl.constexpr,
     STATIC: tl.constexpr, POW2: tl.constexpr, EXACT: tl.constexpr, ENCODE_MAX: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One row as FP16 [I] in the order of the products, and the f32 factor that its sums are owed.
 
     CODES: of quantized codes, scales and S; QUANTIZE: quantizes x first; neither: x as it is.
     """
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, NB)
     i = b[:, None] * 16 + tl.arange(0, 16)[None, :]
@@ -154,12 +158,13 @@ def _block_of_rows(order, offsets, block_expert, block_start, R: tl.constexpr, B
 def _products_fp4(
     x, factor, words, weight_scales, epilogue, out, order, offsets, block_expert, block_start, block_count,
     K: tl.constexpr, I: tl.constexpr, O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
-    ASM: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """GATED: rows of tokens -> silu(gate) * up [M, O/2], in sorted order; else sorted rows -> [M, O] by position.
 
     words int32 [E, T, O, 16], weight_scales int16 [E, T, O, 4].
     """
+    follow(PDL)
     if tl.program_id(0) >= tl.load(block_count):
         return
     T: tl.constexpr = I // 128
@@ -208,9 +213,10 @@ def _products_fp4(
 def _products_dense(
     x, weights, out, order, offsets, block_expert, block_start, block_count,
     K: tl.constexpr, I: tl.constexpr, O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
-    BI: tl.constexpr,
+    BI: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The same over BF16 weights [E, O, I] and BF16 rows in their own order."""
+    follow(PDL)
     if tl.program_id(0) >= tl.load(block_count):
         return
     WIDTH: tl.constexpr = O // 2 if GATED else O
@@ -242,8 +248,9 @@ def _products_dense(
 
 
 @triton.jit
-def _weighted_sum(rows, gates, out, K: tl.constexpr, O: tl.constexpr, BLOCK: tl.constexpr):
+def _weighted_sum(rows, gates, out, K: tl.constexpr, O: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out [N, O] = sum over k, in order, of gates [N, K] times rows BF16 [N, K, O]; FP32, rounded once."""
+    follow(PDL)
     n = tl.program_id(0).to(tl.int64)
     o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -258,7 +265,8 @@ class ExpertsConfig:
     """Output features and rows of a program, its warps and pipeline stages.
 
     dense_inner: inputs a step of BF16. down: output features of a program of the second product, 0: as of the first.
-    strips: the products of `triton_products`, with its GROUP, TAILS, and BULK for BF16 weights.
+    strips: the products of `triton_products`, with its GROUP, TAILS, and BULK for BF16 weights. pdl: kernels
+    are launched before the one ahead of them has ended (programmatic dependent launch, SM90 and later).
     """
 
     outputs: int
@@ -272,6 +280,7 @@ class ExpertsConfig:
     group: int = 8
     tails: int = 0
     bulk: bool = False
+    pdl: bool = False
 
 
 def default_config(fp4: bool, rows_per_expert: float) -> ExpertsConfig:
@@ -296,6 +305,11 @@ def default_config(fp4: bool, rows_per_expert: float) -> ExpertsConfig:
     return ExpertsConfig(outputs=64, rows=rows, num_warps=4, num_stages=4, dense_inner=128)
 
 
+def _following(pdl: bool) -> dict[str, bool]:
+    """Constants and options of a launch that `follow` belongs to."""
+    return {"PDL": pdl, "launch_pdl": pdl} if pdl else {"PDL": False}
+
+
 @dataclass(frozen=True)
 class DeviceRouting:
     """What `_route` finds, all int32 on the device: see there. blocks: an upper bound of their number."""
@@ -312,7 +326,7 @@ class DeviceRouting:
         return self.order, self.offsets, self.block_expert, self.block_start, self.block_count
 
 
-def route(experts_NK: Tensor, num_experts: int, rows: int) -> DeviceRouting:
+def route(experts_NK: Tensor, num_experts: int, rows: int, pdl: bool = False) -> DeviceRouting:
     """Sorted order and blocks of `rows` rows for a choice of experts int64 [N, K]."""
     M = experts_NK.numel()
     blocks = max(1, min(num_experts, M) + M // rows)
@@ -322,13 +336,16 @@ def route(experts_NK: Tensor, num_experts: int, rows: int) -> DeviceRouting:
     chunk = min(4096, max(128, triton.next_power_of_2(M)))
     _route[(num_experts,)](
         experts_NK, *routing.tensors, M, E=num_experts, EP=triton.next_power_of_2(num_experts), R=rows, CHUNK=chunk,
-        num_warps=4,
+        num_warps=4, **_following(pdl),
     )  # fmt: skip
     return routing
 
 
 def operand_rows(
-    x: Tensor | QuantizedBlocks, format: str | None = None, encode_scale: str | float | Tensor = "row"
+    x: Tensor | QuantizedBlocks,
+    format: str | None = None,
+    encode_scale: str | float | Tensor = "row",
+    pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(FP16 [N, I] in the products' order, f32 [N] factors) of BF16 rows, quantized first if a format is given, or of
     rows that are quantized already."""
@@ -354,7 +371,7 @@ def operand_rows(
             S_STRIDE=1 if s is not None and s.ndim else 0, STATIC=codes is None and s is not None,
             POW2=isinstance(encode_scale, str) and encode_scale == "row-pow2", EXACT=format == "nvfp4-exact",
             ENCODE_MAX=get_format(format or "nvfp4").encode_max,
-            num_warps=min(8, max(1, blocks // (64 if N >= 1024 else 32))), **IEEE,
+            num_warps=min(8, max(1, blocks // (64 if N >= 1024 else 32))), **IEEE, **_following(pdl),
         )  # fmt: skip
     return out, factor
 
@@ -369,7 +386,7 @@ def products(
     outputs = config.outputs if gated or not config.down else config.down
     out = torch.empty(out_rows, width, dtype=torch.bfloat16, device=rows.device)
     common = {"K": K, "I": I, "O": O, "GATED": gated, "BO": outputs, "R": config.rows}
-    launch = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    launch = {"num_warps": config.num_warps, "num_stages": config.num_stages, **_following(config.pdl)}
     columns = triton.cdiv(width, outputs)
     if config.strips:
         group = min(config.group, routing.blocks)
@@ -387,7 +404,7 @@ def products(
     elif config.strips and I % config.dense_inner == 0:
         if config.bulk:
             block = [outputs, config.dense_inner]
-            weights = TensorDescriptor.from_tensor(weights.flatten(0, 1), block)  # type: ignore[assignment]
+            weights = TensorDescriptor.from_tensor(weights.flatten(0, 1), block)
         products_dense[grid](
             rows, weights, out, *routing.tensors, group, BI=config.dense_inner, BULK=config.bulk, **common, **launch
         )
@@ -416,17 +433,19 @@ def routed_experts(
     if N == 0:
         return out
     config = config or default_config(fp4, M / E)
-    routing = route(experts_NK, E, config.rows)
+    routing = route(experts_NK, E, config.rows, config.pdl)
     factor: Tensor | None = None
     if fp4:
-        rows, factor = operand_rows(x, format, encode_scale)
+        rows, factor = operand_rows(x, format, encode_scale, config.pdl)
     else:
         assert isinstance(x, Tensor)
         rows = x
     hidden = products(rows, factor, gate_up, routing, K, True, M, config)
     if fp4:
-        hidden, factor = operand_rows(hidden, format, encode_scale)
+        hidden, factor = operand_rows(hidden, format, encode_scale, config.pdl)
     y = products(hidden, factor, down, routing, K, False, M, config)
     block = min(1024, triton.next_power_of_2(O))
-    _weighted_sum[(N, triton.cdiv(O, block))](y, gates_NK, out, K=K, O=O, BLOCK=block, num_warps=4)
+    _weighted_sum[(N, triton.cdiv(O, block))](
+        y, gates_NK, out, K=K, O=O, BLOCK=block, num_warps=4, **_following(config.pdl)
+    )
     return out

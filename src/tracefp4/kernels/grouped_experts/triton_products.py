@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tracefp4.kernels.triton_math import dot, from_bf16, to_bf16
+from tracefp4.kernels.triton_math import dot, follow, from_bf16, to_bf16
 from tracefp4.kernels.triton_unpack import block_scales, spread_columns, unpack
 
 UP = tl.constexpr(2.0**14)
@@ -143,13 +143,14 @@ def _place(block_count, GROUP, COLUMNS: tl.constexpr):
 def products_fp4(
     x, factor, words, weight_scales, epilogue, out, order, offsets, block_expert, block_start, block_count, GROUP,
     K: tl.constexpr, I: tl.constexpr, O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
-    TAILS: tl.constexpr, ASM: tl.constexpr,
+    TAILS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """GATED: rows of tokens -> silu(gate) * up [M, O/2], in sorted order; else sorted rows -> [M, O] by position.
 
     x FP16 [., I] and factor f32 as `_operand_rows` leaves them; words int32 [E, T, O, 16], weight_scales int16
     [E, T, O, 4]. TAILS: how often the rows of a strip may be halved for a block that has no more.
     """
+    follow(PDL)
     block, column, exists = _place(block_count, GROUP, ((O // 2 if GATED else O) + BO - 1) // BO)
     if not exists:
         return
@@ -175,12 +176,13 @@ def products_fp4(
 def products_dense(
     x, weights, out, order, offsets, block_expert, block_start, block_count, GROUP,
     K: tl.constexpr, I: tl.constexpr, O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
-    TAILS: tl.constexpr, BI: tl.constexpr, BULK: tl.constexpr,
+    TAILS: tl.constexpr, BI: tl.constexpr, BULK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The same over BF16 weights [E, O, I], of which I is a multiple of BI, and BF16 rows in their own order.
 
     BULK: weights is a tensor descriptor of [E * O, I] in blocks of [BO, BI].
     """
+    follow(PDL)
     block, column, exists = _place(block_count, GROUP, ((O // 2 if GATED else O) + BO - 1) // BO)
     if not exists:
         return

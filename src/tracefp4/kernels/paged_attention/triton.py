@@ -5,11 +5,12 @@ of an unpacking unit (a word of 8, or half a word of 4 where D = 64), W = D/U un
 
 A share is a part of one (sequence, KV head)'s context with all R query heads of it. Either every program has one share,
 contexts being cut into SPLITS, or the tiles of all contexts, one behind the other, are cut into as many equal parts as
-there are programs, and a program has the shares that its part consists of. Scores are computed transposed, [N, R] = K q^T, and so are outputs, [D, R] = V^T p^T: the cache is the large operand and sits in the
-tensor core's row dimension, R in the column dimension, which may be as narrow as 8, so no work goes into padding.
-Of an FP4 row, value j of every unit forms a matrix [N, W] of its own: unpacking a register of units gives U registers
-of BF16 pairs, none of which has to move to another thread. The dots over j then add up (scores) or stay apart
-(outputs, un-permuted by the second kernel). A second kernel adds the shares.
+there are programs, and a program has the shares that its part consists of. Scores are computed transposed, [N, R] =
+K q^T, and so are outputs, [D, R] = V^T p^T: the cache is the large operand and sits in the tensor core's row
+dimension, R in the column dimension, which may be as narrow as 8, so no work goes into padding. Of an FP4 row, value j
+of every unit forms a matrix [N, W] of its own: unpacking a register of units gives U registers of BF16 pairs, none of
+which has to move to another thread. The dots over j then add up (scores) or stay apart (outputs, un-permuted by the
+second kernel). A second kernel adds the shares.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from tracefp4.kernels.paged_attention.cache import PagedCache
 from tracefp4.kernels.triton_layout import require_pairs
-from tracefp4.kernels.triton_math import dot, from_bf16, to_bf16
+from tracefp4.kernels.triton_math import dot, follow, from_bf16, to_bf16
 from tracefp4.kernels.triton_unpack import VALUE_EXPONENT, block_scales, spread, spread_columns, token_scales, unpack
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -270,9 +271,10 @@ def _share_dense(
 def _attend(
     q, k, v, k_scales, v_scales, tables, lengths, partial, lse, scale_log2, table_stride, SPLITS,
     G: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    WIDE: tl.constexpr, FP4: tl.constexpr, ASM: tl.constexpr, MOVE: tl.constexpr,
+    WIDE: tl.constexpr, FP4: tl.constexpr, ASM: tl.constexpr, MOVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One share a program: split, KV head, sequence; shares [B, G, SPLITS]."""
+    follow(PDL)
     split, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, stop = _share(tl.load(lengths + b), split, SPLITS, TILE)
     at = (b * G + g) * SPLITS + split
@@ -297,13 +299,14 @@ def _attend_evenly(
     q, k, v, k_scales, v_scales, tables, lengths, partial, lse, spans, scale_log2, table_stride, B, PROGRAMS,
     BP: tl.constexpr, LEAST: tl.constexpr,
     G: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    WIDE: tl.constexpr, FP4: tl.constexpr, ASM: tl.constexpr, MOVE: tl.constexpr,
+    WIDE: tl.constexpr, FP4: tl.constexpr, ASM: tl.constexpr, MOVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Equal parts of all tiles, at least LEAST tiles each; in order of sequence, KV head, token.
 
     Program p's share of context c = b * G + g has the number p + c: no two have the same, since the next program's
     first context is this one's last or a later one. spans int32 [B, G, 2]: first and last program of a context.
     """
+    follow(PDL)
     p = tl.program_id(0)
     i = tl.arange(0, BP)
     tiles_B = tl.cdiv(tl.load(lengths + i, mask=i < B, other=0), TILE) * G
@@ -347,9 +350,10 @@ def _attend_evenly(
 def _combine(
     partial, lse, lengths, spans, out, v_epilogue, SPLITS,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, FP4: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
-    EVEN: tl.constexpr,
+    EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Adds the shares of HEADS query heads of a sequence: out [B, H, D]; 0 where the context is empty."""
+    follow(PDL)
     h, b = tl.program_id(0) * HEADS, tl.program_id(1)
     g, r = h // R, h % R + tl.arange(0, HEADS)
     if EVEN:
@@ -396,7 +400,9 @@ class AttentionConfig:
     """How the work is cut: tokens of a tile, warps and pipeline stages of a program, programs wanted on the device.
 
     even: equal parts of all contexts, else one share a program. together: all query heads of a KV head are combined by
-    one program. asm: unpack with PTX; move: FP4 with one warp and at most 8 query heads per KV head turns operands with `movmatrix`.
+    one program. pdl: kernels are launched before the one ahead of them has ended (programmatic dependent launch, SM90
+    and later). registers: at most so many a thread. asm: unpack with PTX; move: FP4 with one warp and at most 8 query
+    heads per KV head turns operands with `movmatrix`.
     """
 
     tile: int
@@ -407,6 +413,8 @@ class AttentionConfig:
     move: bool = True
     even: bool = False
     together: bool = False
+    pdl: bool = False
+    registers: int | None = None
 
 
 def default_config(fp4: bool, head_dim: int, device: torch.device) -> AttentionConfig:
@@ -450,32 +458,35 @@ def paged_decode(
     out = torch.empty_like(q_BHD)
     rp = max(8 if fp4 else 16, triton.next_power_of_2(R))
     scale = scaling * cache.k_epilogue * 1.4426950408889634 * (2.0**VALUE_EXPONENT if fp4 else 1.0)
-    scales = (None, None)
+    scales: tuple[Tensor | None, Tensor | None] = (None, None)
     if cache.k_scales is not None and cache.v_scales is not None:
         scales = (cache.k_scales.view(torch.int16), cache.v_scales.view(torch.int16))
     operands = (q_BHD, cache.k, cache.v, *scales, tables_BP, lengths_B, partial, lse)
     constants = {"G": G, "R": R, "RP": rp, "D": D, "PAGE": cache.page_size, "TILE": config.tile, "FP4": fp4}
     constants |= {"WIDE": 2 * cache.k.numel() >= 2**31, "ASM": config.asm}
     constants["MOVE"] = fp4 and config.asm and config.move and config.num_warps == 1 and rp == 8
-    constants |= {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    following = {"PDL": config.pdl, **({"launch_pdl": True} if config.pdl else {})}
+    launch = {"num_warps": config.num_warps, "num_stages": config.num_stages, **following}
+    if config.registers is not None:
+        launch["maxnreg"] = config.registers
     if config.even:
         kernel = _attend_evenly[(config.programs,)](
             *operands, spans, scale, tables_BP.stride(0), B, config.programs, BP=triton.next_power_of_2(B),
-            LEAST=max(1, 256 // config.tile), **constants,
+            LEAST=max(1, 256 // config.tile), **constants, **launch,
         )  # fmt: skip
     else:
-        kernel = _attend[(splits, G, B)](*operands, scale, tables_BP.stride(0), splits, **constants)
+        kernel = _attend[(splits, G, B)](*operands, scale, tables_BP.stride(0), splits, **constants, **launch)
     if fp4:
         require_pairs(kernel)
     epilogue = cache.v_epilogue * (2.0**VALUE_EXPONENT if fp4 else 1.0)
-    together = config.together and R == triton.next_power_of_2(R)
+    together = config.together and triton.next_power_of_2(R) == R
     heads = R if together else 1
     most = config.programs // (B * G) if config.even else splits
     chunk, warps = (16, 4) if most <= 64 else (64, 8)
     if together:
-        chunk = max(1, min(chunk, 8192 // (R * D)))
+        chunk = max(1, min(chunk, 4096 // (R * D)))
     _combine[(H // heads, B)](
         partial, lse, lengths_B, spans, out, epilogue, splits, G=G, R=R, D=D, FP4=fp4, CHUNK=chunk, HEADS=heads,
-        EVEN=config.even, num_warps=warps,
+        EVEN=config.even, num_warps=warps, **following,
     )  # fmt: skip
     return out
