@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/compile_kernels.py [--target sm_90] [--only TEXT] [--multiprocessors 132]
 
 The launchers run as they are, over tensors without storage, and Triton compiles instead of launching; so what is
-compiled is what a GPU would be handed, pair layouts (`triton_layout`) looked at. One line a kernel and setting: registers
+compiled is what a GPU would be handed, pair layouts (`triton_layout`) looked at. Per kernel and setting: registers
 and spilled bytes of a thread, bytes of shared memory. Exit code 1 where one does not compile, or asks for more shared
 memory than a program may have. TRITON_INTERPRET must not be set. What is compiled once stays in Triton's cache.
 """
@@ -134,7 +134,9 @@ def expert_cases() -> Iterator[Case]:
             choice = empty(N, TOP, dtype=torch.int64), empty(N, TOP, dtype=torch.float32)
             run = partial(grouped_experts.routed_experts, empty(N, HIDDEN), *choice, gate_up, down, activations)
             for scale in ("row", "row-pow2") if form == "W4A4" else ("row",):
-                yield f"experts {form} {N} rows, {scale}", partial(run, scale)
+                for bits in (None, 1.125) if form == "W4A4" else (None,):
+                    record = None if bits is None else target_of(N, HIDDEN, bits, True)
+                    yield f"experts {form} {N} rows, {scale}, {bits} bits", partial(run, scale, record=record)
 
 
 def cache_of(fp4: bool, G: int, D: int, pages: int) -> PagedCache:

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from tracefp4.formats import QuantizedBlocks
 from tracefp4.guidance.stream import StreamRecorder
 from tracefp4.kernels.decoder_ops import add_norm, choose_experts, norm_rotate
 from tracefp4.kernels.grouped_experts import PackedExperts, routed_experts
@@ -205,7 +204,7 @@ class KernelModel(RolloutModel):
         else:
             gates, chosen = self._choose(i, layer, h_NH)
             experts.append(chosen)
-        return self._experts(layer, self._quantized_input(i, h_NH, step), gates, chosen)
+        return self._experts(i, layer, h_NH, gates, chosen, step)
 
     def _choose(self, i: int, layer: Layer, h_NH: Tensor) -> tuple[Tensor, Tensor]:
         """(gates f32 [N, K], experts int64 [N, K]) by the router."""
@@ -213,27 +212,21 @@ class KernelModel(RolloutModel):
         logits = F.linear(h_NH, layer.router)
         return choose_experts(logits, self.shape.experts_per_token, self.shape.norm_topk_prob, backend=self.backend)
 
-    def _quantized_input(self, i: int, h_NH: Tensor, step: KernelStep) -> Tensor | QuantizedBlocks:
-        """The experts' input, quantized and recorded in one pass, or as it is."""
-        r = self.recipe
-        if r.activations is None:
-            return h_NH
-        first, *more = [*step.targets("expert_input", i), None]
-        scale = r.site_encode_scale("expert_input")
-        blocks = quantize_record(h_NH, r.activations, scale, backend=self.backend, record=first)
-        for target in more:
-            if target is not None:
-                quantize_record(h_NH, r.activations, scale, backend=self.backend, record=target)
-        return blocks
-
-    def _experts(self, layer: Layer, x: Tensor | QuantizedBlocks, gates: Tensor, chosen: Tensor) -> Tensor:
+    def _experts(self, i: int, layer: Layer, h_NH: Tensor, gates: Tensor, chosen: Tensor, step: KernelStep) -> Tensor:
+        """The experts' sum; their input is quantized and recorded where the recipe quantizes it."""
         r = self.recipe
         assert isinstance(layer.gate_up, (PackedExperts, Tensor))
         assert isinstance(layer.down, (PackedExperts, Tensor))
-        scale = r.site_encode_scale("expert_input") or "row"
+        scale = r.site_encode_scale("expert_input")
+        first: RecordTarget | None = None
+        if r.activations is not None:
+            first, *more = [*step.targets("expert_input", i), None]
+            for target in more:
+                if target is not None:
+                    quantize_record(h_NH, r.activations, scale, backend=self.backend, record=target)
         return routed_experts(
-            x, chosen, gates, layer.gate_up, layer.down, backend=self.backend, activations=r.activations,
-            encode_scale=scale,
+            h_NH, chosen, gates, layer.gate_up, layer.down, backend=self.backend, activations=r.activations,
+            encode_scale=scale or "row", record=first,
         )  # fmt: skip
 
 
