@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from tracefp4.formats import QuantizedBlocks
 from tracefp4.guidance.stream import StreamRecorder
 from tracefp4.kernels.decoder_ops import add_norm, choose_experts, norm_rotate
 from tracefp4.kernels.grouped_experts import PackedExperts, routed_experts
@@ -204,7 +205,11 @@ class KernelModel(RolloutModel):
         else:
             gates, chosen = self._choose(i, layer, h_NH)
             experts.append(chosen)
-        return self._experts(i, layer, h_NH, gates, chosen, step)
+        first, *more = [*step.targets("expert_input", i), None]
+        for target in more:  # the same slots, in another width
+            if target is not None:
+                self._quantized_input(h_NH, target)
+        return self._experts(layer, h_NH, first, gates, chosen)
 
     def _choose(self, i: int, layer: Layer, h_NH: Tensor) -> tuple[Tensor, Tensor]:
         """(gates f32 [N, K], experts int64 [N, K]) by the router."""
@@ -212,21 +217,24 @@ class KernelModel(RolloutModel):
         logits = F.linear(h_NH, layer.router)
         return choose_experts(logits, self.shape.experts_per_token, self.shape.norm_topk_prob, backend=self.backend)
 
-    def _experts(self, i: int, layer: Layer, h_NH: Tensor, gates: Tensor, chosen: Tensor, step: KernelStep) -> Tensor:
-        """The experts' sum; their input is quantized and recorded where the recipe quantizes it."""
+    def _quantized_input(self, h_NH: Tensor, record: RecordTarget | None) -> QuantizedBlocks:
+        """The experts' input, quantized and recorded."""
+        r = self.recipe
+        assert r.activations is not None
+        scale = r.site_encode_scale("expert_input")
+        return quantize_record(h_NH, r.activations, scale, backend=self.backend, record=record)
+
+    def _experts(
+        self, layer: Layer, h_NH: Tensor, record: RecordTarget | None, gates: Tensor, chosen: Tensor
+    ) -> Tensor:
+        """The experts' sum; their input is quantized, and recorded, in the kernel that lays it out for them."""
         r = self.recipe
         assert isinstance(layer.gate_up, (PackedExperts, Tensor))
         assert isinstance(layer.down, (PackedExperts, Tensor))
-        scale = r.site_encode_scale("expert_input")
-        first: RecordTarget | None = None
-        if r.activations is not None:
-            first, *more = [*step.targets("expert_input", i), None]
-            for target in more:
-                if target is not None:
-                    quantize_record(h_NH, r.activations, scale, backend=self.backend, record=target)
+        scale = r.site_encode_scale("expert_input") or "row"
         return routed_experts(
             h_NH, chosen, gates, layer.gate_up, layer.down, backend=self.backend, activations=r.activations,
-            encode_scale=scale or "row", record=first,
+            encode_scale=scale, record=record,
         )  # fmt: skip
 
 
