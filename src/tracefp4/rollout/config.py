@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -14,6 +15,10 @@ from tracefp4.kernels.grouped_experts.packed import TILE
 from tracefp4.kernels.quantize_record import TRITON_FORMATS
 from tracefp4.recipe import QuantRecipe
 from tracefp4.rollout.model import ModelShape
+from tracefp4.rollout.weights import weight_sizes
+
+SMALL_MODEL = 2e9
+BURST = 8
 
 
 class RolloutConfig(StrictModel):
@@ -28,7 +33,9 @@ class RolloutConfig(StrictModel):
     products and Triton for the rest; "auto": triton on a CUDA device where the kernels take model and recipe, else
     torch. cuda_graphs: a decode step is captured once per batch size and replayed (CUDA only). memory_gb: gigabytes
     (10^9 bytes) for weights, cache, recording and workspace together; what is left after the others becomes cache
-    pages. 0: num_pages decides.
+    pages. 0: num_pages decides. steps_per_sync: decode steps between two looks of the host at what was drawn; rows that
+    end in between compute to no purpose until then. 0: 8 for a small model (under 2 GB of BF16 weights) over the
+    kernels on a GPU, where the host would be the slower one, else 1.
     """
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -40,6 +47,7 @@ class RolloutConfig(StrictModel):
     backend: Literal["auto", "torch", "triton", "native"] = "auto"
     cuda_graphs: bool = True
     memory_gb: float = Field(0.0, ge=0)
+    steps_per_sync: int = Field(0, ge=0, le=64)
 
 
 def resolve(config: RolloutConfig, device: str, shape: ModelShape, recipe: QuantRecipe) -> RolloutConfig:
@@ -61,7 +69,12 @@ def resolve(config: RolloutConfig, device: str, shape: ModelShape, recipe: Quant
     if backend != "torch" and page_size % 16:
         raise TracefpError(f'rollout.page_size {page_size} is no multiple of 16, which backend "{backend}" needs')
     graphs = config.cuda_graphs and backend == "triton"  # native products ask the host for the rows of each expert
-    return config.model_copy(update={"backend": backend, "page_size": page_size, "cuda_graphs": graphs})
+    steps = config.steps_per_sync
+    if not steps:
+        small = 2 * sum(math.prod(size) for _, size in weight_sizes(shape)) < SMALL_MODEL
+        steps = BURST if small and backend == "triton" and torch.device(device).type == "cuda" else 1
+    settings = {"backend": backend, "page_size": page_size, "cuda_graphs": graphs, "steps_per_sync": steps}
+    return config.model_copy(update=settings)
 
 
 def _obstacle(shape: ModelShape, recipe: QuantRecipe, config: RolloutConfig) -> str:

@@ -59,6 +59,7 @@ class KernelExecutor:
             -(-config.max_model_len // config.page_size),
             self.recorder,
             graphs=config.cuda_graphs and torch.device(self.device).type == "cuda",
+            burst=config.steps_per_sync or 1,
         )
 
     def _make_recorder(self, layout: RowLayout) -> StreamRecorder:
@@ -69,8 +70,9 @@ class KernelExecutor:
         if self.probe is None and (layout := row_layout(self.model.shape, self.recipe, probe=True)) is not None:
             self.probe = self.runner.probe = self._make_recorder(layout)
 
-    def run(self, batch: list[Scheduled]) -> list[tuple[int, float]]:
-        """(token, log-prob) of every scheduled sequence whose rows are complete, in order.
+    def run(self, batch: list[Scheduled]) -> list[list[tuple[int, float]]]:
+        """[(token, log-prob), ...] of every scheduled sequence whose rows are complete, in order: one of each, or, in
+        decode steps, up to ``steps_per_sync``.
 
         Raises FloatingPointError where logits are not finite; the same rows can run again then.
         """
@@ -85,7 +87,7 @@ class KernelExecutor:
             return []
         positions = torch.tensor([len(s.tokens) for s in seqs], device=self.device)
         ids, logprobs = sample(logits, [s.request.sampling for s in seqs], positions, self.model.backend)
-        return list(zip(ids.tolist(), logprobs.tolist(), strict=True))
+        return [[pair] for pair in zip(ids.tolist(), logprobs.tolist(), strict=True)]
 
     def _sent(self, x: Tensor) -> Tensor:
         """On the device, without waiting for what runs there: a copy from pageable memory would."""
