@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from tracefp4.device import attention_for
 from tracefp4.formats import QuantizedBlocks
 from tracefp4.guidance.stream import StreamRecorder
 from tracefp4.kernels.decoder_ops import add_norm, choose_experts, norm_rotate
@@ -193,7 +194,8 @@ class KernelModel(RolloutModel):
                 rows = slice(alike[0].first, alike[-1].first + alike[-1].rows)
                 at = slice(alike[0].start, alike[-1].stop)
                 q_BQHD, k_BTGD, v_BTGD = (x.unflatten(0, (len(alike), -1)) for x in (q_NHD[rows], k[at], v[at]))
-                out[rows] = _causal(q_BQHD, k_BTGD, v_BTGD, scale).flatten(0, 1)
+                with attention_for(q_NHD.device, q_BQHD.shape[0] * q_BQHD.shape[1] * k_BTGD.shape[1]):
+                    out[rows] = _causal(q_BQHD, k_BTGD, v_BTGD, scale).flatten(0, 1)
         return out if cache.v_epilogue == 1.0 else out * cache.v_epilogue
 
     def _mlp(self, i: int, layer: Layer, h_NH: Tensor, step: KernelStep, experts: list[Tensor]) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 from tracefp4.align.metrics import importance_metrics, mismatch_metrics
 from tracefp4.config import StrictModel
+from tracefp4.device import attention_for
 from tracefp4.guidance.store import GuidanceStore
 from tracefp4.nn import MicroBatch, SiteObserver, TrainerForward, prepare_model
 from tracefp4.recipe import QuantRecipe
@@ -248,7 +250,7 @@ class GRPOTrainer:
         names: list[str] = []
         for m in mini:
             # Backward inside: under gradient checkpointing it repeats the forward and needs the same rows.
-            with self.context.armed(m.guidance) as kwargs:
+            with self.context.armed(m.guidance) as kwargs, _attention(m.batch):
                 logprobs, entropy, head = self._logprobs(m.batch, kwargs)
                 terms = self._loss(m, logprobs, head)
                 (terms.loss / units).backward()
@@ -286,7 +288,7 @@ class GRPOTrainer:
         )
 
     def _forward(self, m: _Micro, observer: SiteObserver | None = None) -> tuple[Tensor, Tensor]:
-        with self.context.armed(m.guidance, observer) as kwargs:
+        with self.context.armed(m.guidance, observer) as kwargs, _attention(m.batch):
             return self._logprobs(m.batch, kwargs)[:2]
 
     def _logprobs(self, batch: TrainBatch, kwargs: dict[str, int]) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -303,6 +305,11 @@ class GRPOTrainer:
         if self.loss.top_logprobs and batch.head_ids is not None:
             head = logp.gather(-1, batch.head_ids)
         return logp.gather(-1, batch.input_ids[:, 1:, None])[..., 0], entropy, head
+
+
+def _attention(batch: TrainBatch) -> AbstractContextManager[None]:
+    ids = batch.input_ids
+    return attention_for(ids.device, ids.numel() * ids.shape[1])
 
 
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
