@@ -188,6 +188,24 @@ def test_references_that_a_check_cannot_use_are_rows_that_cannot_be_used(tmp_pat
         read(jsonl(tmp_path / "array.json", [ROW]))
 
 
+def test_references_that_take_workers_are_left_out_too(tmp_path: Path) -> None:
+    math = {"kind": "math", "workers": 1}
+    path = jsonl(
+        tmp_path / "q.jsonl",
+        {**ROW, "check": math},
+        {**ROW, "id": "b", "answer": "\\frac{1}{", "check": math},
+        {**ROW, "id": "c", "answer": ["1", "((("], "check": math},
+        {**ROW, "id": "d", "check": {"kind": "program"}, "tests": 5},
+        {**ROW, "id": "e"},
+    )
+    named = r"3 rows .*line 2: .*problem b.*math-verify.*line 3: .*problem c, '\(\(\('.*line 4: the tests of problem d"
+    with pytest.raises(TracefpError, match=named):
+        read(path)
+    file = read(path, skip_broken=True)
+    assert [q.id for q in file.inquiries] == ["a", "e"]
+    assert len(file.broken) == 3
+
+
 @pytest.mark.parametrize(
     ("check", "message"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -343,6 +344,19 @@ def test_a_prompt_that_does_not_fit_is_missing(tmp_path: Path, model: Path) -> N
     )
     assert facts["inquiries"]["missing"] == 1
     assert "the model takes 256" in next(iter(facts["forms"]["train"]["failures"]))
+
+
+def test_a_serving_form_without_a_tokenizer_is_named_before_the_other_answers(tmp_path: Path, model: Path) -> None:
+    bare = shutil.copytree(model, tmp_path / "bare")
+    (bare / "tokenizer.json").unlink()
+    asked = request(str(model), f"{bare}@nvfp4", inquiries(tmp_path, *letters(2)))
+    with pytest.raises(TracefpError, match="bare has no tokenizer"):
+        gap(asked, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    url = "http://127.0.0.1:9/v1?model=m"
+    with pytest.raises(TracefpError, match="GAP_NO_SUCH_KEY"):
+        gap(request(str(model), f"{url}&key_env=GAP_NO_SUCH_KEY", inquiries(tmp_path, *letters(2))), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_damaged_file_is_named(tmp_path: Path, model: Path) -> None:
