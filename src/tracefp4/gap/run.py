@@ -182,8 +182,9 @@ class _Check:
             scored.add(other)
 
     def _backend(self, side: str) -> Backend:
-        gc.collect()  # the other form's weights
         r = self.request
+        if all(isinstance(r.form(one), LocalForm) for one in SIDES):
+            gc.collect()  # the other form's weights
         backend = make_backend(r.form(side), self.inquiries, r.sampling, r.options, self.scored)
         self.about[side] = self.about.get(side, {}) | backend.about
         return backend
