@@ -166,7 +166,7 @@ def test_damaged_and_missing_forms_are_one_sentence(tmp_path: Path, folders: dic
 def test_a_missing_device_is_refused(folders: dict[str, Path]) -> None:
     for text in (str(folders["llama"]), f"{folders['qwen3']}@engine:nvfp4"):
         form = local(text)
-        with pytest.raises(TracefpError, match="--device = cuda needs a GPU.*set --device to cpu"):
+        with pytest.raises(TracefpError, match=r"--device = cuda needs a GPU.*set --device to cpu"):
             check_local(form, SAMPLED, "cuda", "auto")
         check_local(form, SAMPLED, "auto", "auto")
 
@@ -218,8 +218,8 @@ def test_what_is_missing_shows_without_loading(tmp_path: Path, folders: dict[str
             check_local(local(text), SAMPLED, "cpu", "auto")
     with pytest.raises(TracefpError, match="bfloat16 or float32"):
         check_local(local(f"{folders['qwen3']}@engine:nvfp4"), SAMPLED, "cpu", "float16")
+    form = local(str(checkpoint(tmp_path / "plain", chat=False)))
     with pytest.raises(TracefpError, match="no chat template"):
-        form = local(str(checkpoint(tmp_path / "plain", chat=False)))
         check_local(form, Sampling(chat="on"), "cpu", "auto")
 
 

@@ -303,7 +303,7 @@ def _engine_recipe(form: LocalForm, config: Any) -> QuantRecipe:
 
 def _engine_of(form: LocalForm, config: Any, dtype: str, batch_size: int, length: int, device: str) -> RolloutEngine:
     """An engine without weights; over the kernels on a GPU where they take model and format, else in plain torch."""
-    settings = RolloutConfig(dtype=dtype, max_num_seqs=batch_size, max_model_len=length)  # type: ignore[arg-type]
+    settings = RolloutConfig(dtype=dtype, max_num_seqs=batch_size, max_model_len=length)
     return RolloutEngine(config, _engine_recipe(form, config), settings, device=device)
 
 
