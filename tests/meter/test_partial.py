@@ -173,7 +173,7 @@ def test_some_token_ids(tmp_path: Path) -> None:
     finding = only(meter(tmp_path, (a, b)))
     assert finding.kind == "some_tokens"
     assert float(finding.values["share"]) == pytest.approx(24 / 400, abs=0.03)
-    assert float(finding.values["held"]) > 0.6
+    assert float(finding.values["held"]) > 0.5
     assert "embedding and head" in finding.remedy
 
 

@@ -26,6 +26,8 @@ RATIO = 3.0
 GAP = 4.0
 """Least distance of the two groups of rows, of log mean |delta|, in their standard deviations: the best split of one
 normal group is at 2.7, of a uniform one at 3.5."""
+MOST = 0.7
+"""Least share of the rows in which a position's jump shows."""
 STEP = 2.5
 """Least ratio just behind a position to just before it: a distance that grows slowly has no such position."""
 LEAST_ROWS, LEAST_ROW_TOKENS = 3, 4
@@ -70,9 +72,15 @@ def split_rows(size: Floats, counts: Floats, ceiling: float) -> Split | None:
     sums = np.concatenate([[0.0], np.cumsum(x)])
     means = sums[low] / low, (sums[n] - sums[low]) / (n - low)
     k = int(np.argmax(low * (n - low) * (means[1] - means[0]) ** 2))
-    cut = int(low[k])
-    within = np.concatenate([x[:cut] - means[0][k], x[cut:] - means[1][k]])
-    if means[1][k] - means[0][k] < GAP * max(0.05, float(within.std())):
+    # That is two groups of one width; between their means the widest gap tells better who belongs where.
+    start, stop = (int(np.searchsorted(x, means[group][k])) for group in (0, 1))
+    if stop <= start:
+        return None
+    cut = max(start, 1) + int(np.argmax(np.diff(x[max(start, 1) - 1 : stop + 1])))
+    if not LEAST_ROWS <= cut <= n - LEAST_ROWS:
+        return None
+    within = np.concatenate([x[:cut] - x[:cut].mean(), x[cut:] - x[cut:].mean()])
+    if x[cut:].mean() - x[:cut].mean() < GAP * max(0.05, float(within.std())):
         return None
     flags = np.zeros(len(size), dtype=bool)
     flags[order[cut:]] = True
@@ -208,7 +216,19 @@ def _step_position(tokens: Tokens, ceiling: float, near: int | None = None) -> A
     inside, outside = (float(x.mean()) for x in ((above, below) if late else (below, above)))
     jump = [float(x.mean()) for x in (edge if late else edge[::-1])]
     holds = inside > max(ceiling, RATIO * outside) and jump[1] > STEP * jump[0]
+    holds = holds and _most_rows_jump(row[passing], size[passing], (position[passing] >= p) == late)
     return At(p, late, inside, outside) if holds else None
+
+
+def _most_rows_jump(row: NDArray[np.int64], size: Floats, inside: Flags) -> bool:
+    """Whether it is a matter of positions, and not of positions in some rows."""
+    rows = int(row.max()) + 1
+    means = []
+    for part in (inside, ~inside):
+        counts = np.bincount(row[part], minlength=rows)
+        means.append(np.bincount(row[part], weights=size[part], minlength=rows) / np.maximum(counts, 1))
+    present = np.unique(row)
+    return float((means[0][present] > 1.5 * means[1][present]).mean()) > MOST
 
 
 def _position_words(tokens: Tokens, at: At) -> tuple[str, tuple[str, ...], str]:
