@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tracefp4.meter.findings import Finding, number, percent
 from tracefp4.meter.traces.figures import CONTEXT
 from tracefp4.meter.traces.pairing import Pairs
-from tracefp4.meter.traces.patterns import MIN_TOKENS, VALUE_PATTERNS, per_row
+from tracefp4.meter.traces.patterns import MIN_TOKENS, VALUE_PATTERNS
 from tracefp4.meter.traces.reading import Table
 from tracefp4.meter.traces.sampling import RESAMPLES, Floats, Tokens, confidence
 from tracefp4.meter.traces.structure import MAX_SHIFT, best_shift, shift_errors
@@ -90,8 +90,23 @@ def split_rows(size: Floats, counts: Floats, ceiling: float) -> Split | None:
     return Split(flags, inside, outside) if inside > max(ceiling, RATIO * outside) else None
 
 
+def row_sizes(tokens: Tokens) -> tuple[Floats, Floats]:
+    """f64 [r] each: mean |delta| of each row without its largest tenth (one token at least), since a single token is no
+    matter of its row, NaN where nothing is left; and the row's finite tokens."""
+    ok = tokens.finite
+    row, size = tokens.row[ok], np.abs(tokens.a[ok] - tokens.b[ok])
+    order = np.lexsort((size, row))
+    row, size = row[order], size[order]
+    counts = np.bincount(row, minlength=tokens.rows)
+    rank = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    kept = rank < (counts - np.maximum(1, counts // 10))[row]
+    left = np.bincount(row[kept], minlength=tokens.rows)
+    sums = np.bincount(row[kept], weights=size[kept], minlength=tokens.rows)
+    return np.where(left > 0, sums / np.maximum(left, 1), np.nan), counts.astype(np.float64)
+
+
 def _rows(tokens: Tokens, a: Table, pairs: Pairs, ceiling: float) -> Finding | None:
-    size, counts = per_row(tokens), np.bincount(tokens.row[tokens.finite], minlength=tokens.rows).astype(np.float64)
+    size, counts = row_sizes(tokens)
     split = split_rows(size, counts, ceiling)
     if split is None:
         return None
@@ -107,8 +122,8 @@ def _rows(tokens: Tokens, a: Table, pairs: Pairs, ceiling: float) -> Finding | N
     facts = which_rows(tokens, split.flags, a, pairs)
     title = f"{percent(share)} of the rows are apart, the others are not"
     evidence = [
-        f"mean |delta| is {number(split.inside)} in {int(split.flags.sum())} of {tokens.rows} rows, and "
-        f"{number(split.outside)} in the others, with hardly a row between"
+        f"mean |delta|, without a row's largest tenth, is {number(split.inside)} in {int(split.flags.sum())} of "
+        f"{tokens.rows} rows and {number(split.outside)} in the others, with hardly a row between"
     ]
     evidence += [fact.sentence for fact in facts] or [
         "they have nothing in common that the files show: neither length, nor place, step, prompt or a token"
