@@ -216,6 +216,8 @@ def test_what_is_missing_shows_without_loading(tmp_path: Path, folders: dict[str
     ):
         with pytest.raises(TracefpError, match=message):
             check_local(local(text), SAMPLED, "cpu", "auto")
+    with pytest.raises(TracefpError, match="@engine:nvfp4"):
+        check_local(local(f"{folders['qwen3_moe']}@nvfp4-w4a4"), SAMPLED, "cpu", "auto")
     with pytest.raises(TracefpError, match="bfloat16 or float32"):
         check_local(local(f"{folders['qwen3']}@engine:nvfp4"), SAMPLED, "cpu", "float16")
     form = local(str(checkpoint(tmp_path / "plain", chat=False)))

@@ -135,6 +135,8 @@ def _request(given: dict[str, Any]) -> GapRequest:
     if judge is not None and not isinstance(judge, EndpointForm):
         raise TracefpError("--judge must be an endpoint such as http://localhost:8000/v1?model=NAME")
     checks = () if given["check"] is None else parse_checks(given["check"])
+    train = parse_form("--train-form", given["train_form"])
+    serve = parse_form("--serve-form", given["serve_form"])
     file = read_inquiries(
         given["inquiries"],
         ReadOptions(
@@ -142,8 +144,8 @@ def _request(given: dict[str, Any]) -> GapRequest:
         ),
     )
     return GapRequest(
-        parse_form("--train-form", given["train_form"]),
-        parse_form("--serve-form", given["serve_form"]),
+        train,
+        serve,
         file,
         Sampling(*(given[name] for name in ("samples", "temperature", "top_p", "max_new_tokens", "seed", "chat"))),
         GapOptions(

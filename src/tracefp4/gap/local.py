@@ -17,7 +17,7 @@ from tracefp4.device import resolve_device
 from tracefp4.errors import TracefpError
 from tracefp4.gap.answers import Answer, Sampling
 from tracefp4.gap.forms import LocalForm, stored_quantization
-from tracefp4.gap.quantize import quantize_linears
+from tracefp4.gap.quantize import check_inputs, quantize_linears
 from tracefp4.nn.loading import (
     check_vocabulary,
     check_weights,
@@ -75,6 +75,9 @@ def check_local(form: LocalForm, sampling: Sampling, device: str, dtype: str) ->
             _require("compressed-tensors", form)
         if not any(form.path.glob("*.bin")):
             read_headers(form.path)
+        if form.weights and form.activations:
+            with _quiet():
+                check_inputs(_config(form, {"pretrained_model_name_or_path": str(form.path)}), form.weights)
 
 
 class Encoder:
@@ -335,8 +338,8 @@ def _load(form: LocalForm, device: str, dtype: str) -> Any:
             _require(package, form)
         source = {"pretrained_model_name_or_path": str(form.path.parent), "gguf_file": form.path.name}
     with _quiet():
+        _config(form, source)
         try:
-            AutoConfig.from_pretrained(**source, local_files_only=True)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 **source,
                 dtype="auto" if dtype == "auto" else getattr(torch, dtype),
@@ -352,6 +355,13 @@ def _load(form: LocalForm, device: str, dtype: str) -> Any:
     if compressed and model.dtype != torch.bfloat16:  # its forward would meet two dtypes
         raise TracefpError(f"{form.text}: compressed-tensors weights become bfloat16 here: add --dtype bfloat16")
     return model.to(device).eval()
+
+
+def _config(form: LocalForm, source: dict[str, Any]) -> Any:
+    try:
+        return AutoConfig.from_pretrained(**source, local_files_only=True)
+    except Exception as error:  # its validators raise whatever a wrong value meets
+        raise TracefpError(f"{form.text} cannot be loaded ({type(error).__name__}): {_one_line(error)}") from error
 
 
 def _require(package: str, form: LocalForm) -> None:
