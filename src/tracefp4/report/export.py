@@ -24,7 +24,7 @@ CSV_COLUMNS = ("run", "method", "seed", "step", "metric", "value")
 def check_target(path: Path, kinds: tuple[str, ...] = ()) -> None:
     """Raises ReportError where ``path`` is there and no file that could be replaced. kinds: endings of names that may
     be; a recipe or metrics named by mistake stays."""
-    if kinds and path.exists() and path.suffix.lower() not in kinds:
+    if kinds and path.is_file() and path.suffix.lower() not in kinds:
         raise ReportError(f"{path} is there and no {kinds[0]} file: it is left alone, choose another name")
     if path.is_dir():
         raise ReportError(f"{path} is a folder: give the name of a file to write")
