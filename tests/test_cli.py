@@ -195,7 +195,7 @@ MISTAKES = [
     (["train", "r.toml", "--out", "r.toml"], "the folder r.toml cannot be made: a file is in its place"),
     (
         ["train", "r.toml", "--out", ".", "--overwrite"],
-        ". holds no tracefp4 run, so --overwrite leaves it alone",
+        "--out is empty or the current folder: name a folder of its own for the run",
     ),
     (["train", "r.toml"], "Missing option '--out'"),
     (["train", "--out", "out"], "Missing argument 'RECIPE'"),

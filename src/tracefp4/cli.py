@@ -396,6 +396,8 @@ def _refuse_foreign_name(out: Path) -> None:
         str(out).encode()
     except UnicodeEncodeError:
         raise ConfigError(f"--out {str(out)!a} is not UTF-8: choose another name") from None
+    if out == Path():  # as an unset variable leaves it
+        raise ConfigError("--out is empty or the current folder: name a folder of its own for the run")
 
 
 def _check_start(planned: list[tuple[RunConfig, Path]], resume: bool) -> None:

@@ -177,6 +177,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         (["nowhere"], "nowhere is no folder: give a run folder or one that holds some"),
         (["empty"], "no run found in empty: neither it nor a folder below it holds metrics.jsonl"),
         (["run", "--out", "empty"], "empty is a folder: give the name of a file to write"),
+        (
+            ["run", "--out", "run/config.json"],
+            "run/config.json is there and no .html file: it is left alone, choose another name",
+        ),
+        (
+            ["run", "--csv", "run/metrics.jsonl"],
+            "run/metrics.jsonl is there and no .csv file: it is left alone, choose another name",
+        ),
         (["run", "--out", "file/page.html"], "the folder file cannot be made: a file is in its place"),
         (["run", "--png", "file"], "the folder file cannot be made: a file is in its place"),
         (["run", "--out", "p.html", "--csv", "file/x.csv"], "the folder file cannot be made: a file is in its place"),

@@ -12,8 +12,8 @@ from typing import Any
 
 from tracefp4.files import folder_lock
 from tracefp4.gap.answers import Answer, Failure, Job, Key, Sampling
-from tracefp4.gap.backends import Backend, Found, make_backend
-from tracefp4.gap.checks import Markers, mark_all
+from tracefp4.gap.backends import Backend, Found, check_form, make_backend
+from tracefp4.gap.checks import FILE_TELLS, ROW_TELLS, Markers, mark_all
 from tracefp4.gap.endpoint import Endpoint
 from tracefp4.gap.figures import figures
 from tracefp4.gap.folder import FLIPS, GAP, REPORT, SCORES, SERVE, SIDES, TIMING, TRAIN, GapFolder
@@ -83,12 +83,21 @@ def gap(
     anew. Raises TracefpError for what the user can mend; answers that were had by then are kept.
     """
     out = Path(out)
+    check_forms(request)
     check = _Check(request, out)
     try:
         with folder_lock(ensure_dir(out)):
             return check.run(resume, overwrite, recheck)
     finally:
         check.markers.close()
+
+
+def check_forms(request: GapRequest) -> None:
+    """Raises TracefpError for what of either form, or of the judge, shows before anything is asked."""
+    for side in SIDES:
+        check_form(request.form(side), request.sampling, request.options)
+    if request.judge is not None:
+        request.judge.key()
 
 
 class _Check:
@@ -138,7 +147,9 @@ class _Check:
             for spec in inquiry.checks:
                 by_spec.setdefault(spec, []).append(inquiry)
         for spec, inquiries in by_spec.items():
-            self.markers.of(spec).validate([q.question for q in inquiries])
+            marker = self.markers.of(spec)
+            if spec.kind not in (*ROW_TELLS, *FILE_TELLS):  # these were tried as the file was read
+                marker.validate([q.question for q in inquiries])
 
     def _settings(self) -> tuple[dict[str, Any], str]:
         """(what the answers depend on, a hash of what their marks depend on)."""
@@ -171,8 +182,9 @@ class _Check:
             scored.add(other)
 
     def _backend(self, side: str) -> Backend:
-        gc.collect()  # the other form's weights
         r = self.request
+        if all(isinstance(r.form(one), LocalForm) for one in SIDES):
+            gc.collect()  # the other form's weights
         backend = make_backend(r.form(side), self.inquiries, r.sampling, r.options, self.scored)
         self.about[side] = self.about.get(side, {}) | backend.about
         return backend

@@ -104,6 +104,7 @@ def _live_sections(r: dict[str, Any]) -> list[Section]:
     if r["layers"]:
         sections.append(_layers(r))
     sections += [_codes(r)] if r["code_mismatch"] else []
+    sections += [_experts(r)] if r["experts"] else []
     return [*sections, _metrics(r), _live_outliers(r), *_notices(r)]
 
 
@@ -181,6 +182,18 @@ def _codes(r: dict[str, Any]) -> Section:
         )
     headings = ["site", "slots before", "slots after", "scales", "distance before", "distance after"]
     return Section("codes", "Slots that differ", tables=[Table(caption, headings, rows)])
+
+
+def _experts(r: dict[str, Any]) -> Section:
+    rows = [
+        [f"layer {e['layer']}, expert {e['expert']}", percent(e["share"]), number(e["inside"]), number(e["outside"])]
+        for e in r["experts"]
+    ]
+    caption = (
+        "Tokens by the experts that the row which predicts them was sent to: mean |log-prob difference| of those an "
+        "expert had a part in, and of the others; the most distant first."
+    )
+    return Section("experts", "Experts", tables=[Table(caption, ["expert", "tokens", "with it", "without it"], rows)])
 
 
 def _live_outliers(r: dict[str, Any]) -> Section:

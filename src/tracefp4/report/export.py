@@ -21,8 +21,11 @@ from tracefp4.report.svg import figure_axes
 CSV_COLUMNS = ("run", "method", "seed", "step", "metric", "value")
 
 
-def check_target(path: Path) -> None:
-    """Raises ReportError where ``path`` is there and no file that could be replaced."""
+def check_target(path: Path, kinds: tuple[str, ...] = ()) -> None:
+    """Raises ReportError where ``path`` is there and no file that could be replaced. kinds: endings of names that may
+    be; a recipe or metrics named by mistake stays."""
+    if kinds and path.is_file() and path.suffix.lower() not in kinds:
+        raise ReportError(f"{path} is there and no {kinds[0]} file: it is left alone, choose another name")
     if path.is_dir():
         raise ReportError(f"{path} is a folder: give the name of a file to write")
     if path.exists() and not path.is_file():  # a rename would put the page in the place of a device or a pipe

@@ -41,9 +41,9 @@ def report(
     page = render(groups, sections).encode("utf-8")
     target = Path(out) if out is not None else Path(paths[0] if len(paths) == 1 else ".") / REPORT
 
-    check_target(target)  # all of them before the page is written: all targets or none
+    check_target(target, (".html", ".htm"))  # all of them before the page is written: all targets or none
     if csv is not None:
-        check_target(Path(csv))
+        check_target(Path(csv), (".csv",))
         ensure_dir(Path(csv).parent)
     if png is not None:
         ensure_dir(Path(png))

@@ -35,17 +35,24 @@ class MathCheck(Check):
 
     def validate(self, prompts: Sequence[Prompt]) -> None:
         """TracefpError that names the first problem whose reference answer math-verify cannot read."""
-        new = [p for p in {p.answer: p for p in reversed(prompts)}.values() if p.answer not in self._usable]
-        outcomes = self._pool.run([{"gold": self._gold(p.answer), "answer": None} for p in new])
-        readable = {p.answer: o for p, o in zip(new, outcomes, strict=True)}
-        self._usable |= {answer for answer, outcome in readable.items() if outcome.value is True}
-        for prompt in prompts:
-            if prompt.answer not in self._usable:
-                outcome = readable[prompt.answer]
-                why = "took too long to read" if outcome.kind == "timeout" else "cannot be read by math-verify"
-                raise CheckError(
-                    f'the answer of problem {prompt.id}, {prompt.answer!r}, {why}; mend it, or use kind = "exact"'
-                )
+        for refusal in self.refusals(prompts):
+            if refusal:
+                raise CheckError(refusal)
+
+    def refusals(self, prompts: Sequence[Prompt]) -> list[str]:
+        new = [answer for answer in dict.fromkeys(p.answer for p in prompts) if answer not in self._usable]
+        outcomes = self._pool.run([{"gold": self._gold(answer), "answer": None} for answer in new])
+        read = dict(zip(new, outcomes, strict=True))
+        self._usable |= {answer for answer, outcome in read.items() if outcome.value is True}
+        found = []
+        for p in prompts:
+            why = ""
+            if p.answer not in self._usable:
+                slow = read[p.answer].kind == "timeout"
+                what = "took too long to read" if slow else "cannot be read by math-verify"
+                why = f'the answer of problem {p.id}, {p.answer!r}, {what}; mend it, or use kind = "exact"'
+            found.append(why)
+        return found
 
     def score_batch(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
         self.validate(prompts)
