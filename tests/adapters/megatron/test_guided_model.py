@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-REASON = "megatron-core is not installed: make test-megatron"
-pytest.importorskip("megatron.core", reason=REASON)
+pytest.importorskip("megatron.core", reason="megatron-core is not installed (make test-megatron)")
 
 import mcore_cpu
 from mcore_cpu import Case, build, logits_and_gradients, rolled_out
@@ -259,7 +257,7 @@ def test_hooks_that_wait_for_gathered_parameters_are_called(cases: dict[str, Cas
         waited: list[str] = []
         for name, module in experts.named_modules():
             if name:
-                module.register_forward_pre_hook(lambda module, args, name=name: waited.append(name))
+                module.register_forward_pre_hook(lambda module, args, name=name, waited=waited: waited.append(name))
         experts(torch.ones(2, 64), torch.tensor([2] + [0] * 7), torch.ones(2))
         owners = {name.rpartition(".")[0] for name, _ in experts.named_parameters()}
         assert owners <= set(waited)

@@ -1,6 +1,6 @@
 """What the guided forward changes in Megatron's layers: subclasses that a layer spec names in place of their bases.
 
-Legend: s, b, H as Megatron has hidden states, [s, b, H]; M (token, expert) pairs on this rank, E local experts, F expert
+Legend: s, b, H as Megatron has hidden states, [s, b, H]; M (token, expert) pairs on this rank, E local experts, F their
 width; packed sequences have K and V as [s, G, D], others as [s, b, G, D].
 """
 

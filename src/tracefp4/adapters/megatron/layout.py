@@ -1,7 +1,7 @@
 """From the rows of a padded micro-batch to those that one rank computes.
 
-Legend: B sequences padded to T tokens, N = B * T; b, s the batch and sequence sizes that Megatron's model is given (packed
-sequences: b = 1); M = s * b rows of hidden states; G heads of K and V, of D values each.
+Legend: B sequences padded to T tokens, N = B * T; b, s the batch and sequence sizes that Megatron's model is given
+(packed sequences: b = 1); M = s * b rows of hidden states; G heads of K and V, of D values each.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def localize(
 
 
 def head_columns(record: CompactGuidance, heads: tuple[int, int], head_size: int) -> CompactGuidance:
-    """The record of some heads only: of values [first * D, end * D) of each row. A row's encode scale must be static."""
+    """The record of some heads only, of values [first * D, end * D) of each row; its encode scale must be static."""
     header = record.header
     first, end = heads[0] * head_size, heads[1] * head_size
     if (first, end) == (0, header.k):

@@ -30,9 +30,9 @@ def prepare_chunks(
     """Gives the layers of this rank's model chunks their context, which is returned, and their routers the replay.
 
     chunks: GPTModel, bare or wrapped, one of each virtual pipeline stage. backend, products and keep_weights: see
-    ``GuidanceContext``; with keep_weights, call ``context.weights_changed()`` after every optimizer step, which Megatron
-    hides from autograd. Raises TracefpError for another version of Megatron-core, a setting that cannot work, another
-    number of layers, or a layer that is not guided.
+    ``GuidanceContext``; with keep_weights, call ``context.weights_changed()`` after every optimizer step, which
+    Megatron hides from autograd. Raises TracefpError for another version of Megatron-core, a setting that cannot work,
+    another number of layers, or a layer that is not guided.
     """
     check_megatron_version(__version__)
     context = ScheduledContext(recipe, forward, backend, products, keep_weights)
@@ -58,7 +58,7 @@ def check_chunks(chunks: Sequence[nn.Module], context: ScheduledContext) -> None
     for model in map(unwrapped, chunks):
         for layer in model.decoder.layers:
             number = layer.layer_number - 1
-            guided = [("attention", layer.self_attention.core_attention, GuidedAttention)]
+            guided: list[tuple[str, Any, type]] = [("attention", layer.self_attention.core_attention, GuidedAttention)]
             if layer.is_moe_layer:
                 guided += [("MoE layer", layer.mlp, GuidedMoELayer), ("experts", layer.mlp.experts, GuidedExperts)]
                 if not isinstance(layer.mlp.router.router_replay, ContextReplay):

@@ -59,7 +59,7 @@ def _class_of(spec: Any) -> Any:
 def _with_class(spec: Any, make: Callable[[type], type]) -> Any:
     """A spec (a class, a ModuleSpec of one, or a partial of one) with another class in its place."""
     if isinstance(spec, functools.partial):
-        return functools.partial(make(spec.func), *spec.args, **spec.keywords)
+        return functools.partial(make(_class_of(spec)), *spec.args, **spec.keywords)
     if isinstance(spec, ModuleSpec):
         return replace(spec, module=make(spec.module))
     return make(spec)

@@ -12,7 +12,7 @@ _RELEASE = re.compile(r"(\d+)\.(\d+)\.(\d+)")
 
 
 def check_megatron_version(version: str) -> None:
-    """Raises TracefpError unless ``version`` is from OLDEST up to but excluding BELOW (a commit's suffix is accepted)."""
+    """Raises TracefpError unless ``version`` is from OLDEST up to but excluding BELOW; a commit's suffix is fine."""
     match = _RELEASE.match(version.strip())
     release = tuple(int(part) for part in match.groups()) if match else None
     if release is None or not OLDEST <= release < BELOW:
