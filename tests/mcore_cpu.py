@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -127,7 +128,7 @@ class PackedAttention(nn.Module):
             return out.permute(2, 0, 1, 3).flatten(2)
         ends = packed_seq_params.cu_seqlens_q.tolist()
         parts = []
-        for start, end in zip(ends[:-1], ends[1:], strict=True):
+        for start, end in pairwise(ends):
             q, k, v = (x[start:end].transpose(0, 1)[None] for x in (query, key, value))
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             parts.append(out[0].transpose(0, 1))
@@ -174,7 +175,7 @@ def gpt_model(hf: Any, config: TransformerConfig, spec: Any, **kwargs: Any) -> G
 
 
 def _pairs(model: Any, hf: Any) -> Iterator[tuple[nn.Parameter, list[tuple[str, Any]]]]:
-    """(parameter, [(Hugging Face name, view of the parameter's values)]): a write into the views fills the parameter."""
+    """(parameter, [(Hugging Face name, its values, or (values, index into the named tensor))])."""
     G, D, heads = hf.num_key_value_heads, hf.head_dim, hf.num_attention_heads
     if model.pre_process:
         w = model.embedding.word_embeddings.weight
@@ -187,12 +188,11 @@ def _pairs(model: Any, hf: Any) -> Iterator[tuple[nn.Parameter, list[tuple[str, 
         grouped = w.data.view(G // tp, heads // G + 2, D, -1)
         q, k, v = grouped.split([heads // G, 1, 1], dim=1)
         rank = parallel_state.get_tensor_model_parallel_rank()
-        parts = [("q", q, heads // tp), ("k", k, G // tp), ("v", v, G // tp)]
         yield (
             w,
             [
-                (f"{base}self_attn.{n}_proj.weight", (view, slice(rank * h * D, (rank + 1) * h * D)))
-                for n, view, h in parts
+                (f"{base}self_attn.{name}_proj.weight", (view, slice(rank * h * D // tp, (rank + 1) * h * D // tp)))
+                for name, view, h in (("q", q, heads), ("k", k, G), ("v", v, G))
             ],
         )
         w = attention.linear_proj.weight
@@ -273,7 +273,7 @@ def grouped_experts(spec: Any) -> Any:
     return replace(spec, submodules=replace(spec.submodules, mlp=mlp))
 
 
-# -- a micro-batch, as a rollout left it --------------------------------------------------------------------------------
+# -- a micro-batch, as a rollout left it ----------------------------------------------------------------------------
 
 
 @dataclass

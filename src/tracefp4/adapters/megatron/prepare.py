@@ -58,7 +58,7 @@ def check_chunks(chunks: Sequence[nn.Module], context: ScheduledContext) -> None
     for model in map(unwrapped, chunks):
         for layer in model.decoder.layers:
             number = layer.layer_number - 1
-            guided: list[tuple[str, Any, type]] = [("attention", layer.self_attention.core_attention, GuidedAttention)]
+            guided: list[tuple[str, Any, Any]] = [("attention", layer.self_attention.core_attention, GuidedAttention)]
             if layer.is_moe_layer:
                 guided += [("MoE layer", layer.mlp, GuidedMoELayer), ("experts", layer.mlp.experts, GuidedExperts)]
                 if not isinstance(layer.mlp.router.router_replay, ContextReplay):
