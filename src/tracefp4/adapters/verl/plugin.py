@@ -7,6 +7,7 @@ rollout; named as an external module, the same failure ends the run with its own
 from __future__ import annotations
 
 import verl
+import verl.workers.engine as workers
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
@@ -17,7 +18,7 @@ ROLLOUT_NAME = "tracefp4"
 
 
 def register() -> None:
-    """Registers platform, replica, server adapter, FSDP engine and trainers. Raises TracefpError for another verl."""
+    """Registers platform, replica, server adapter, engines and trainers. Raises TracefpError for another verl."""
     check_verl_version(verl.__version__)
     platform.install()
     RolloutReplicaRegistry.register(ROLLOUT_NAME, _load_replica)
@@ -25,6 +26,10 @@ def register() -> None:
     from tracefp4.adapters.verl import engine, trainer
 
     engine.register()
+    if workers.MegatronEngineWithLMHead is not None:  # verl found megatron-core
+        from tracefp4.adapters.verl import megatron
+
+        megatron.register()
     trainer.register()
 
 
