@@ -54,12 +54,14 @@ class _Stream:
 
 
 class _CudaIsCpu(TorchFunctionMode):
-    """New tensors on "cuda" are made on the CPU."""
+    """New tensors on "cuda" are made on the CPU, whose tensors call themselves CUDA's (the optimizer looks)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
+        if func is Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.")
         return func(*args, **kwargs)
 
 
@@ -135,8 +137,8 @@ class PackedAttention(nn.Module):
         return torch.cat(parts)
 
 
-def mcore_config(hf: Any, **overrides: Any) -> TransformerConfig:
-    """Of a Qwen3MoeConfig, in FP32 unless overridden."""
+def mcore_fields(hf: Any, **overrides: Any) -> dict[str, Any]:
+    """Of a Qwen3MoeConfig: arguments of a TransformerConfig, in FP32 unless overridden."""
     fields = dict(  # noqa: C408
         num_layers=hf.num_hidden_layers, hidden_size=hf.hidden_size, num_attention_heads=hf.num_attention_heads,
         num_query_groups=hf.num_key_value_heads, kv_channels=hf.head_dim, ffn_hidden_size=hf.intermediate_size,
@@ -148,7 +150,11 @@ def mcore_config(hf: Any, **overrides: Any) -> TransformerConfig:
         bias_dropout_fusion=False, gradient_accumulation_fusion=False, masked_softmax_fusion=False,
         expert_tensor_parallel_size=1, persist_layer_norm=False, apply_rope_fusion=False,
     )  # fmt: skip
-    return TransformerConfig(**{**fields, **overrides})
+    return {**fields, **overrides}
+
+
+def mcore_config(hf: Any, **overrides: Any) -> TransformerConfig:
+    return TransformerConfig(**mcore_fields(hf, **overrides))
 
 
 def layer_spec(config: TransformerConfig, packed: bool = True) -> Any:

@@ -7,7 +7,6 @@ rollout; named as an external module, the same failure ends the run with its own
 from __future__ import annotations
 
 import verl
-import verl.workers.engine as workers
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
@@ -23,6 +22,8 @@ def register() -> None:
     platform.install()
     RolloutReplicaRegistry.register(ROLLOUT_NAME, _load_replica)
     _ROLLOUT_REGISTRY[ROLLOUT_NAME, "async"] = "tracefp4.adapters.verl.server_adapter.ServerAdapter"
+    from verl.workers import engine as workers  # needs the platform
+
     from tracefp4.adapters.verl import engine, trainer
 
     engine.register()
