@@ -23,6 +23,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -60,6 +61,8 @@ class _CudaIsCpu(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
+        if func is Tensor.cuda:
+            return args[0]
         if func is Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.")
         return func(*args, **kwargs)
@@ -86,8 +89,21 @@ def _without_cuda() -> Iterator[None]:
         "activation_recompute_forward": lambda **kwargs: nullcontext(),
         "fp8_autocast": lambda **kwargs: nullcontext(),
     }
-    with patch.multiple(torch.cuda, **cuda), patch.multiple(random, create=True, **recomputing), _CudaIsCpu():
+    with ExitStack() as stack:
+        stack.enter_context(patch.multiple(torch.cuda, **cuda))
+        stack.enter_context(patch.multiple(random, create=True, **recomputing))
+        stack.enter_context(patch.object(torch.distributed, "all_to_all_single", _all_to_all))
+        stack.enter_context(_CudaIsCpu())
         yield
+
+
+_stock_all_to_all = torch.distributed.all_to_all_single
+
+
+def _all_to_all(output: Tensor, input: Tensor, *sizes: Any, **kwargs: Any) -> Any:
+    """Megatron makes lists of the split sizes where they come from a GPU."""
+    listed = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+    return _stock_all_to_all(output, input, *sizes, **listed)
 
 
 def _share_storage(target: Tensor, source: Tensor) -> None:
@@ -169,6 +185,24 @@ def layer_spec(config: TransformerConfig, packed: bool = True) -> Any:
     return spec
 
 
+class RowNorm(nn.RMSNorm):
+    """Megatron's wrapper of torch's norm refuses sequence parallelism, which a row does not notice."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+        super().__init__(hidden_size, eps)
+
+
+def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """``layer_spec`` of all layers, one by one, with norms that take sequence parallelism."""
+    spec = layer_spec(config)
+    attention = spec.submodules.self_attention
+    attention = replace(attention, submodules=replace(attention.submodules, q_layernorm=RowNorm, k_layernorm=RowNorm))
+    layer = replace(
+        spec.submodules, self_attention=attention, input_layernorm=RowNorm, pre_mlp_layernorm=RowNorm
+    )  # fmt: skip
+    return TransformerBlockSubmodules([replace(spec, submodules=layer)] * config.num_layers, RowNorm)
+
+
 def gpt_model(hf: Any, config: TransformerConfig, spec: Any, **kwargs: Any) -> GPTModel:
     return GPTModel(
         config, spec, hf.vocab_size, hf.max_position_embeddings, position_embedding_type="rope",
@@ -228,7 +262,10 @@ def load_weights(model: Any, hf: Any, weights: dict[str, Tensor]) -> None:
     for _, pairs in _pairs(unwrapped(model), hf):
         for name, target in pairs:
             view, index = target if isinstance(target, tuple) else (target, slice(None))
-            view.copy_(weights[name][index].reshape(view.shape))
+            weight = weights[name]
+            if target is view and view.shape != weight.shape:  # vocabulary parallel
+                weight = weight.chunk(len(weight) // len(view))[parallel_state.get_tensor_model_parallel_rank()]
+            view.copy_(weight[index].reshape(view.shape))
 
 
 def export_weights(model: Any, hf: Any) -> Iterator[tuple[str, Tensor]]:
@@ -351,12 +388,14 @@ def rolled_out(method: str, n: int = 4, dtype: str = "float32", **changes: Any) 
     return Case(hf, tiny_weights(hf), engine.recipe, forward, batch, micro_batch)
 
 
-def build(case: Case, grouped: bool = False, **overrides: Any) -> tuple[Any, ScheduledContext]:
-    """A guided model with the case's weights, and its context."""
+def build(
+    case: Case, grouped: bool = False, kwargs: dict[str, Any] | None = None, **overrides: Any
+) -> tuple[Any, ScheduledContext]:
+    """A guided model with the case's weights, and its context; kwargs: of GPTModel, overrides: of its config."""
     config = mcore_config(case.hf, **overrides)
-    spec = layer_spec(config)
+    spec = block_spec(config) if config.sequence_parallel else layer_spec(config)
     spec = guided_layer_spec(grouped_experts(spec) if grouped else spec)
-    model = gpt_model(case.hf, config, spec)
+    model = gpt_model(case.hf, config, spec, **(kwargs or {}))
     load_weights(model, case.hf, case.weights)
     return model, prepare_chunks([model], case.recipe, case.forward)
 
