@@ -61,8 +61,6 @@ def check_chunks(chunks: Sequence[nn.Module], context: ScheduledContext) -> None
             guided: list[tuple[str, Any, Any]] = [("attention", layer.self_attention.core_attention, GuidedAttention)]
             if layer.is_moe_layer:
                 guided += [("MoE layer", layer.mlp, GuidedMoELayer), ("experts", layer.mlp.experts, GuidedExperts)]
-                if not isinstance(layer.mlp.router.router_replay, ContextReplay):
-                    raise TracefpError(f"layer {number}: the router lost its replay")
             for what, module, mixin in guided:
                 if not isinstance(module, mixin):
                     raise TracefpError(
@@ -71,6 +69,8 @@ def check_chunks(chunks: Sequence[nn.Module], context: ScheduledContext) -> None
                     )
                 if module.tracefp4_context is not context:
                     raise TracefpError(f"layer {number}: the {what} lost the guidance context")
+            if layer.is_moe_layer and not isinstance(layer.mlp.router.router_replay, ContextReplay):
+                raise TracefpError(f"layer {number}: the router lost its replay")
 
 
 def moe_layers(config: Any) -> tuple[int, ...]:

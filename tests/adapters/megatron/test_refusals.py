@@ -1,0 +1,175 @@
+"""What cannot work is refused by name before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed (make test-megatron)")
+
+from megatron.core.transformer.moe.experts import SequentialMLP
+
+import mcore_cpu
+from mcore_cpu import Case, layer_spec, mcore_config, mcore_fields, rolled_out
+from tiny import tiny_config
+from tracefp4.adapters.megatron import prepare, refusals
+from tracefp4.adapters.megatron.prepare import check_chunks, moe_layers, prepare_chunks
+from tracefp4.adapters.megatron.refusals import refuse_config
+from tracefp4.adapters.megatron.spec import guided_layer_spec
+from tracefp4.adapters.megatron.versions import check_megatron_version
+from tracefp4.errors import TracefpError
+from tracefp4.methods import get_method
+
+FORWARD = get_method("trace").forward
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with mcore_cpu.megatron(tmp_path_factory.mktemp("group") / "rendezvous"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    return rolled_out("trace", n=2)
+
+
+def fake_config(**changes: Any) -> Any:
+    """Any combination of fields, also those that Megatron itself refuses here."""
+    fields = {"tensor_model_parallel_size": 1, **mcore_fields(tiny_config()), **changes}
+    return SimpleNamespace(**fields)
+
+
+def refused(case: Case, **changes: Any) -> str:
+    with pytest.raises(TracefpError) as error:
+        refuse_config(fake_config(**changes), case.recipe, FORWARD, "prefix.")
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", refusals._UNSET)
+def test_each_field_is_refused_with_its_reason_and_its_key(case: Case, name: str) -> None:
+    value = {"cuda_graph_impl": "local", "fp8": "hybrid", "mtp_num_layers": 1}.get(name, True)
+    message = refused(case, **{name: value})
+    assert refusals._UNSET[name] in message
+    assert f"set prefix.{name}=" in message
+    refuse_config(fake_config(**{name: None}), case.recipe, FORWARD)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_moe_experts": None}, "no routed experts.*strategy=fsdp2"),
+        ({"gated_linear_unit": False}, r"down\(silu\(gate\(x\)\)"),
+        ({"activation_func": torch.nn.functional.gelu}, r"down\(silu\(gate\(x\)\)"),
+        ({"moe_router_load_balancing_type": ["sinkhorn"]}, "moe_router_load_balancing_type=none"),
+        ({"expert_tensor_parallel_size": 2}, "prefix.expert_tensor_parallel_size=1"),
+        ({"expert_tensor_parallel_size": None, "tensor_model_parallel_size": 2}, "expert_tensor_parallel_size=1"),
+        ({"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]}, "without moe_act"),
+        ({"transformer_impl": "inference_optimized"}, "transformer_impl=transformer_engine"),
+        ({"kv_channels": 24}, "a head of 24 values is no whole number of blocks of nvfp4"),
+    ],
+    ids=str,
+)
+def test_other_settings_are_refused(case: Case, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(TracefpError, match=words):
+        refuse_config(fake_config(**changes), case.recipe, FORWARD, "prefix.")
+
+
+def test_what_verl_sets_is_accepted(case: Case) -> None:
+    offloading = {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}
+    refuse_config(fake_config(moe_router_load_balancing_type="none", moe_permute_fusion=True, **offloading),
+                  case.recipe, FORWARD)  # fmt: skip
+
+
+@pytest.mark.parametrize("version", ["0.18.0", "0.18.7", "0.18.0+core_v0.18.0", "0.18.0rc3"])
+def test_supported_versions(version: str) -> None:
+    check_megatron_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.17.1", "0.19.0", "1.0.0", "main", ""])
+def test_other_versions_are_refused_by_name(version: str) -> None:
+    with pytest.raises(TracefpError, match=rf"from 0\.18\.0 up to, not including, 0\.19\.0 .*, and {version} is inst"):
+        check_megatron_version(version)
+
+
+def gpt(case: Case, spec: Any) -> Any:
+    return mcore_cpu.gpt_model(case.hf, mcore_config(case.hf), spec)
+
+
+def test_a_plain_model_is_refused(case: Case) -> None:
+    config = mcore_config(case.hf)
+    with pytest.raises(TracefpError, match="layer 0: the attention is a plain PackedAttention: build the model from"):
+        prepare_chunks([gpt(case, layer_spec(config))], case.recipe, FORWARD)
+
+
+def test_an_attention_that_was_put_back_is_noticed(case: Case) -> None:
+    """Megatron-Bridge does so for attention_backend=local, after the spec was made."""
+    spec = guided_layer_spec(layer_spec(mcore_config(case.hf)))
+    spec.submodules.self_attention.submodules.core_attention = mcore_cpu.PackedAttention
+    with pytest.raises(TracefpError, match=r"the attention is a plain PackedAttention.*attention_backend"):
+        prepare_chunks([gpt(case, spec)], case.recipe, FORWARD)
+
+
+def test_what_is_lost_after_preparation_is_noticed(case: Case) -> None:
+    model, context = mcore_cpu.build(case)
+    check_chunks([model], context)
+    router = model.decoder.layers[1].mlp.router
+    replay, router.router_replay = router.router_replay, None
+    with pytest.raises(TracefpError, match="layer 1: the router lost its replay"):
+        check_chunks([model], context)
+    router.router_replay = replay
+    model.decoder.layers[1].mlp.experts.tracefp4_context = None
+    with pytest.raises(TracefpError, match="layer 1: the experts lost the guidance context"):
+        check_chunks([model], context)
+
+
+def test_a_model_is_prepared_once_for_its_number_of_layers(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = mcore_cpu.build(case)
+    with pytest.raises(TracefpError, match="already prepared"):
+        prepare_chunks([model], case.recipe, FORWARD)
+    fresh = gpt(case, guided_layer_spec(layer_spec(mcore_config(case.hf))))
+    with pytest.raises(TracefpError, match="the recipe is for 3 layers, the model has 2"):
+        prepare_chunks([fresh], replace(case.recipe, num_layers=3), FORWARD)
+    monkeypatch.setattr(prepare, "__version__", "0.17.0")
+    with pytest.raises(TracefpError, match=r"0\.17\.0 is installed"):
+        prepare_chunks([fresh], case.recipe, FORWARD)
+
+
+def test_a_guided_model_does_not_run_unprepared(case: Case) -> None:
+    model = gpt(case, guided_layer_spec(layer_spec(mcore_config(case.hf))))
+    _, arguments = case.inputs(packed=True)
+    with pytest.raises(TracefpError, match="call prepare_chunks"):
+        model(**arguments)
+
+
+def test_experts_of_another_class_are_refused(case: Case) -> None:
+    class OtherExperts(torch.nn.Module):
+        pass
+
+    spec = layer_spec(mcore_config(case.hf))
+    submodules = replace(spec.submodules.mlp.keywords["submodules"], experts=partial(OtherExperts))
+    mlp = partial(spec.submodules.mlp.func, submodules=submodules)
+    with pytest.raises(TracefpError, match="experts of class OtherExperts are not supported; use SequentialMLP"):
+        guided_layer_spec(replace(spec, submodules=replace(spec.submodules, mlp=mlp)))
+
+
+def test_the_given_spec_is_left_as_it_is(case: Case) -> None:
+    spec = layer_spec(mcore_config(case.hf))
+    guided_layer_spec(spec)
+    assert spec.submodules.self_attention.submodules.core_attention is mcore_cpu.PackedAttention
+    assert spec.submodules.mlp.keywords["submodules"].experts.func is SequentialMLP
+
+
+def test_dense_layers_among_the_mixture_keep_their_mlp() -> None:
+    config = fake_config(num_layers=4, moe_layer_freq=[0, 1, 1, 0])
+    assert moe_layers(config) == (1, 2)
+    assert moe_layers(fake_config(num_layers=4, moe_layer_freq=2)) == (0, 2)
+    dense = mcore_cpu.get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=True)
+    guided = guided_layer_spec(dense)
+    assert guided.submodules.mlp is dense.submodules.mlp
