@@ -25,6 +25,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather
 from torch.overrides import TorchFunctionMode
 
 from tiny import make_engine, tiny_config, tiny_requests, tiny_weights
@@ -61,6 +62,7 @@ class _CudaIsCpu(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
         if func is Tensor.cuda:
             return args[0]
         if func is Tensor.type and len(args) == 1 and not kwargs:
@@ -130,27 +132,45 @@ def megatron(rendezvous: Path, rank: int = 0, world_size: int = 1, **parallel: A
 
 
 class PackedAttention(nn.Module):
-    """A core attention for packed sequences as well, which Megatron's own leaves to Transformer Engine."""
+    """A core attention for packed sequences and context parallelism, which Megatron leaves to Transformer Engine."""
 
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.cp_group = config, pg_collection.cp
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
         packed_seq_params: PackedSeqParams | None = None, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
         if packed_seq_params is None:  # [s, b, heads, d], padding on the right: causal attention never sees it
-            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            return out.permute(2, 0, 1, 3).flatten(2)
-        ends = packed_seq_params.cu_seqlens_q.tolist()
-        parts = []
-        for start, end in pairwise(ends):
-            q, k, v = (x[start:end].transpose(0, 1)[None] for x in (query, key, value))
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            parts.append(out[0].transpose(0, 1))
+            return self._attend(query, key, value).flatten(2)
+        ends = [end // self.cp_group.size() for end in packed_seq_params.cu_seqlens_q.tolist()]
+        parts = [self._attend(*(x[start:end, None] for x in (query, key, value))) for start, end in pairwise(ends)]
+        return torch.cat(parts)[:, 0]
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[s, b, heads, d] of this rank -> the same; keys and values of all ranks."""
+        size, rank = self.cp_group.size(), self.cp_group.rank()
+        chunks = zigzag(torch.arange(len(query) * size), size)
+        if size > 1:
+            key, value = (self._gather(x) for x in (key, value))
+        seen = chunks[rank][:, None] >= torch.cat(chunks)[None]
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+        return out.permute(2, 0, 1, 3)
+
+    def _gather(self, x: Tensor) -> Tensor:
+        parts = all_gather(x.contiguous(), self.cp_group)
+        for part in parts:
+            if part.requires_grad:  # gloo sends gradients as they lie in memory
+                part.register_hook(Tensor.contiguous)
         return torch.cat(parts)
+
+
+def zigzag(rows: Tensor, size: int) -> list[Tensor]:
+    """A sequence's rows as context parallelism deals them: each rank has a chunk from either end."""
+    parts = rows.chunk(2 * size) if size > 1 else (rows, rows[:0])
+    return [torch.cat([parts[rank], parts[-1 - rank]]) for rank in range(size)]
 
 
 def mcore_fields(hf: Any, **overrides: Any) -> dict[str, Any]:
@@ -335,24 +355,26 @@ class Case:
         return [len(t.token_ids) for t in self.batch.trajectories]
 
     def inputs(self, packed: bool, align: int = 1) -> tuple[Tensor, dict[str, Any]]:
-        """(row numbers int64 [b, s], arguments of the model), each sequence or the whole batch aligned."""
+        """(row numbers int64 [b, s], arguments of the model) of this context-parallel rank.
+
+        align: what the length of each sequence (of the whole batch, where not packed) is a multiple of.
+        """
+        cp, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
         rows, T = row_numbers(self.lengths), self.batch.input_ids.shape[1]
-        if not packed:
-            numbers = torch.zeros(len(rows), -(-T // align) * align, dtype=torch.int64)
-            for b, r in enumerate(rows):
-                numbers[b, : len(r)] = r
-            positions = torch.arange(numbers.shape[1])[None].expand(len(rows), -1)
-            params = None
-        else:
-            padded = [F.pad(r, (0, -len(r) % align)) for r in rows]
-            numbers = torch.cat(padded)[None]
+        padded = [F.pad(r, (0, -len(r) % align if packed else -(-T // align) * align - len(r))) for r in rows]
+        parts = [zigzag(r, cp)[rank] for r in padded]
+        positions = params = None
+        if packed:
+            numbers = torch.cat(parts)[None]
             ends = torch.tensor([0, *(len(r) for r in padded)]).cumsum(0).int()
             longest = max(len(r) for r in padded)
             params = PackedSeqParams(
                 qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, cu_seqlens_q_padded=ends,
                 cu_seqlens_kv_padded=ends, max_seqlen_q=longest, max_seqlen_kv=longest,
             )  # fmt: skip
-            positions = None
+        else:
+            numbers = torch.stack(parts)
+            positions = zigzag(torch.arange(len(padded[0])), cp)[rank].expand_as(numbers)
         ids = self.batch.input_ids.reshape(-1)
         tokens = torch.where(numbers > 0, ids[(numbers - 1).clamp(min=0)], 0)
         arguments = {"input_ids": tokens, "position_ids": positions, "attention_mask": None}
@@ -369,6 +391,11 @@ class Case:
         """[tokens, V]: logits of the real tokens, sequence by sequence."""
         flat, order = logits_bsV.flatten(0, 1), numbers.flatten()
         return flat[order > 0][order[order > 0].argsort()]
+
+    def ranks_tokens(self, numbers: Tensor) -> Tensor:
+        """Of all real tokens, sequence by sequence, those that a rank has: what ``rows`` gives on it."""
+        order = torch.cat(row_numbers(self.lengths))
+        return torch.isin(order, numbers).nonzero()[:, 0]
 
 
 def rolled_out(method: str, n: int = 4, dtype: str = "float32", **changes: Any) -> Case:
@@ -412,8 +439,8 @@ def logits_and_gradients(
     return logits.detach(), gradients(model, case.hf)
 
 
-def loss(case: Case, logits: Tensor) -> Tensor:
-    """The sum of the log-probs of the tokens that follow each row, of a weight of its own."""
-    tokens = torch.cat([torch.tensor(t.token_ids[1:] + t.token_ids[:1]) for t in case.batch.trajectories])
-    weights = torch.linspace(0.5, 1.5, len(tokens))
-    return (torch.log_softmax(logits.float(), -1)[torch.arange(len(tokens)), tokens] * weights).sum()
+def loss(case: Case, logits: Tensor, tokens: Tensor | slice = slice(None)) -> Tensor:
+    """The sum of the log-probs of the tokens that follow each row, of a weight of its own; tokens: the rows given."""
+    targets = torch.cat([torch.tensor(t.token_ids[1:] + t.token_ids[:1]) for t in case.batch.trajectories])
+    weights, targets = torch.linspace(0.5, 1.5, len(targets))[tokens], targets[tokens]
+    return (torch.log_softmax(logits.float(), -1)[torch.arange(len(targets)), targets] * weights).sum()

@@ -78,9 +78,29 @@ def pipeline_parallel(rank: int, cases: list[Case]) -> dict[str, Any]:
     return {"logits": logits, "gradients": mcore_cpu.gradients(model, cases[0].hf)}
 
 
+def context_parallel(rank: int, cases: list[Case]) -> dict[str, Any]:
+    """Each rank holds two chunks of every sequence, one from either end."""
+    case = cases[0]
+    model, context = mcore_cpu.build(case, context_parallel_size=2, **RECOMPUTE)
+    model.train()
+    out = {}
+    for packed in (True, False):
+        model.zero_grad()
+        numbers, arguments = case.inputs(packed, align=4)
+        tokens = case.ranks_tokens(numbers)
+        with context.armed(case.local(model, numbers)):
+            logits = case.rows(model(**arguments), numbers)
+        mcore_cpu.loss(case, logits, tokens).backward()
+        context.rest()
+        gradients = mcore_cpu.gradients(model, case.hf)
+        out[packed] = {"logits": logits.detach(), "tokens": tokens, "gradients": gradients}
+    return out
+
+
 TOPOLOGIES = {
     "expert": (expert_parallel, {"expert_model_parallel_size": 2}),
     "tensor": (tensor_parallel, {"tensor_model_parallel_size": 2}),
+    "context": (context_parallel, {"context_parallel_size": 2}),
     "pipeline": (pipeline_parallel, {"pipeline_model_parallel_size": 2}),
 }
 

@@ -88,6 +88,18 @@ def test_tensor_and_sequence_parallel(together: dict[str, list[Any]], alone: lis
     assert_gradients({name: g + parts[1][name] for name, g in parts[0].items()}, alone[0][1])
 
 
+@pytest.mark.parametrize("packed", [True, False], ids=["thd", "bshd"])
+def test_context_parallel(together: dict[str, list[Any]], alone: list[Any], packed: bool) -> None:
+    """K and V are rounded on the rank that computed them, before others see them."""
+    ranks = [result[packed] for result in together["context"]]
+    assert sorted(torch.cat([rank["tokens"] for rank in ranks]).tolist()) == list(range(len(alone[0][0])))
+    for rank in ranks:
+        assert len(rank["tokens"])
+        torch.testing.assert_close(rank["logits"], alone[0][0][rank["tokens"]], rtol=0, atol=5e-6)
+    total = {name: g + ranks[1]["gradients"][name] for name, g in ranks[0]["gradients"].items()}
+    assert_gradients(total, alone[0][1])
+
+
 def test_pipeline_parallel(together: dict[str, list[Any]], alone: list[Any]) -> None:
     """Three micro-batches in flight under full recomputation: each is recomputed with its own guidance."""
     first, last = together["pipeline"]
