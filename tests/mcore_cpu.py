@@ -5,6 +5,7 @@ In a test: ``pytest.importorskip("megatron.core")`` first, then ``import mcore_c
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -124,6 +125,9 @@ def megatron(rendezvous: Path, rank: int = 0, world_size: int = 1, **parallel: A
     torch.distributed.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=world_size)
     with ExitStack() as stack:
         stack.callback(torch.distributed.destroy_process_group)
+        stack.enter_context(patch.dict(os.environ))  # Megatron notes its attention backend there, and checks it
+        for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+            os.environ.pop(name, None)
         stack.enter_context(_without_cuda())
         parallel_state.initialize_model_parallel(**{"expert_tensor_parallel_size": 1, **parallel})
         stack.callback(parallel_state.destroy_model_parallel)

@@ -159,6 +159,13 @@ def test_experts_of_another_class_are_refused(case: Case) -> None:
         guided_layer_spec(replace(spec, submodules=replace(spec.submodules, mlp=mlp)))
 
 
+def test_layers_without_attention_are_refused(case: Case) -> None:
+    spec = layer_spec(mcore_config(case.hf))
+    bare = replace(spec, submodules=replace(spec.submodules, self_attention=torch.nn.Identity))
+    with pytest.raises(TracefpError, match="layers of TransformerLayer have no core attention"):
+        guided_layer_spec(bare)
+
+
 def test_the_given_spec_is_left_as_it_is(case: Case) -> None:
     spec = layer_spec(mcore_config(case.hf))
     guided_layer_spec(spec)

@@ -19,7 +19,7 @@ pytest.importorskip("verl", reason="verl is not installed (make test-megatron)")
 from tensordict import TensorDict
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
-from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
+from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig, MtpConfig
 from verl.workers.engine.base import EngineRegistry
 
 import fake_bridge
@@ -197,6 +197,7 @@ def test_another_recipe_is_refused(checkpoint: Path, tmp_path: Path) -> None:
             "megatron.expert_tensor_parallel_size=1",
         ),
         ({"model": {"lora": {"rank": 8}}}, "model.lora.rank=0"),
+        ({"model": {"mtp": MtpConfig(enable=True)}}, "model.mtp.enable=False"),
         ({"router_replay": "R3"}, r"router_replay.mode=disabled \(the guided forward replays"),
         ({"qat": True}, "megatron.qat.enable=False"),
         (
@@ -221,6 +222,12 @@ def adapter_config(name: str) -> Any:
     from verl.workers.config import engine
 
     return getattr(engine, name)
+
+
+def test_another_architecture_is_refused(tmp_path: Path) -> None:
+    dense = tiny_checkpoint(tmp_path / "dense")
+    with pytest.raises(TracefpError, match=r"model type 'qwen3' is not supported under Megatron.*strategy=fsdp2"):
+        make_verl_engine(dense, "trace", tmp_path / "g")
 
 
 def test_a_float32_mode_is_refused(checkpoint: Path, tmp_path: Path) -> None:

@@ -20,12 +20,15 @@ def guided_layer_spec(spec: Any) -> Any:
     """A spec of transformer layers with core attention, MoE layer and experts replaced by their guided subclasses.
 
     spec: a ModuleSpec of a transformer layer, or TransformerBlockSubmodules with one of each layer; it is left as it
-    is. Layers without routed experts keep their MLP. Raises TracefpError for experts that are not Megatron's own.
+    is. Layers without routed experts keep their MLP. Raises TracefpError for layers without a core attention, and for
+    experts that are not Megatron's own.
     """
     if isinstance(spec, TransformerBlockSubmodules):
         return replace(spec, layer_specs=[guided_layer_spec(layer) for layer in spec.layer_specs or ()])
     layer = spec.submodules
-    attention = layer.self_attention
+    attention: Any = getattr(layer, "self_attention", None)
+    if not hasattr(getattr(attention, "submodules", None), "core_attention"):
+        raise TracefpError(f"layers of {getattr(spec.module, '__name__', spec.module)} have no core attention to guide")
     core = _with_class(attention.submodules.core_attention, lambda base: _guided(GuidedAttention, base))
     attention = replace(attention, submodules=replace(attention.submodules, core_attention=core))
     return replace(spec, submodules=replace(layer, self_attention=attention, mlp=_guided_mlp(layer.mlp)))

@@ -201,6 +201,12 @@ def _guided_spec(spec: Any) -> Any:
 def _refuse_unsupported(settings: AdapterSettings, model_config: Any, engine_config: Any) -> None:
     """Raises TracefpError, naming the key, for settings under which guidance would be wrong or silently absent."""
     model = "actor_rollout_ref.model"
+    kind = model_config.hf_config.model_type
+    if kind != "qwen3_moe":
+        raise TracefpError(
+            f"model type {kind!r} is not supported under Megatron, qwen3_moe is; dense Qwen3 models train with "
+            "actor_rollout_ref.actor.strategy=fsdp2"
+        )
     lora = getattr(model_config, "lora", None) or {}
     expert_tensor = engine_config.expert_tensor_parallel_size or engine_config.tensor_model_parallel_size
     checks = [
