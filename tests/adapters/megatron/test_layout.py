@@ -1,4 +1,4 @@
-"""Which rows a rank computes, and the records of them."""
+"""Which rows a rank computes, and the records of them; plain torch, so it runs without megatron-core."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-
-pytest.importorskip("megatron.core", reason="megatron-core is not installed (make test-megatron)")
 
 from tracefp4.adapters.megatron.context import LocalMicroBatch, ScheduledContext
 from tracefp4.adapters.megatron.layout import head_columns, localize, rank_layout, row_numbers

@@ -25,6 +25,7 @@ from verl.workers.engine.base import EngineRegistry
 import fake_bridge
 import mcore_cpu
 from tiny import make_engine, tiny_checkpoint, tiny_config, tiny_requests
+from tracefp4.adapters.megatron.prepare import unwrapped
 from tracefp4.adapters.verl import engine as fsdp
 from tracefp4.adapters.verl import megatron as adapter
 from tracefp4.adapters.verl import plugin  # noqa: F401  registers the engines
@@ -150,16 +151,24 @@ def test_an_update_trains_the_guided_forward_and_its_weights_are_quantized_anew(
 
 
 def test_recomputed_micro_batches_give_the_same_gradients(checkpoint: Path, tmp_path: Path) -> None:
+    """Also where Megatron's data parallelism reduces gradients and gathers parameters meanwhile."""
     norms = []
-    for recompute in ({}, FULL_RECOMPUTE):
-        engine = make_verl_engine(checkpoint, "trace-all", tmp_path / "g", override_transformer_config=dict(recompute))
+    overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    for recompute, ddp in (({}, {}), (FULL_RECOMPUTE, {}), (FULL_RECOMPUTE, overlap)):
+        engine = make_verl_engine(
+            checkpoint,
+            "trace-all",
+            tmp_path / "g",
+            override_transformer_config=dict(recompute),
+            override_ddp_config=ddp,
+        )
         if not norms:
             done, recipe_hash = rollout("trace-all", tmp_path / "g", engine.get_per_tensor_param()[0])
         with engine.train_mode():
             norms.append(engine.train_batch(batch_of(done, recipe_hash), loss_function=loss)["metrics"]["grad_norm"])
         assert engine.guided.context.keep_weights == (not recompute)
         assert engine.guided.context.current is None
-    assert norms[0] == norms[1] > 0
+    assert norms[0] == norms[1] == norms[2] > 0
 
 
 def test_the_recipe_of_the_trained_model_is_known_to_the_weight_sync(checkpoint: Path, tmp_path: Path) -> None:
@@ -241,13 +250,17 @@ def test_another_megatron_is_refused(checkpoint: Path, tmp_path: Path, monkeypat
         make_verl_engine(checkpoint, "trace", tmp_path / "g")
 
 
-def test_without_settings_the_engine_is_verls_own(checkpoint: Path) -> None:
-    configs = verl_configs(checkpoint, {})
+@pytest.mark.parametrize("reference", [False, True])
+def test_without_settings_and_as_reference_the_engine_is_verls_own(
+    checkpoint: Path, tmp_path: Path, reference: bool
+) -> None:
+    override = ours("trace", tmp_path / "g") if reference else {}
+    configs = verl_configs(checkpoint, override, forward_only=reference)
     optimizer = McoreOptimizerConfig(lr=1e-2, total_training_steps=10, lr_decay_steps=10)
     engine = EngineRegistry.new("language_model", "megatron", *configs, optimizer, CheckpointConfig())
     engine.initialize()
     assert isinstance(engine, adapter.TracefpMegatronEngine)
     assert engine.guided is None
-    layer = engine.module[0].module.module.decoder.layers[0]
+    layer = unwrapped(engine.module[0]).decoder.layers[0]
     assert type(layer.mlp).__module__.startswith("megatron.")
     assert layer.mlp.router.router_replay is None
