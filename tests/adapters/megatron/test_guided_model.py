@@ -267,7 +267,7 @@ def test_hooks_that_wait_for_gathered_parameters_are_called(cases: dict[str, Cas
 
 
 def test_modules_keep_their_names_and_parameters(cases: dict[str, Case]) -> None:
-    """Weight converters go by the names of classes and parameters."""
+    """Weight converters go by the names of classes and parameters, distributed checkpoints by sharded keys."""
     case = cases["qat"]
     config = mcore_cpu.mcore_config(case.hf)
     plain = mcore_cpu.gpt_model(case.hf, config, mcore_cpu.layer_spec(config))
@@ -276,4 +276,5 @@ def test_modules_keep_their_names_and_parameters(cases: dict[str, Case]) -> None
         (n, type(m).__name__) for n, m in guided.named_modules()
     ]
     assert plain.state_dict().keys() == guided.state_dict().keys()
+    assert plain.sharded_state_dict().keys() == guided.sharded_state_dict().keys()
     assert isinstance(guided.decoder.layers[0].mlp.experts, GuidedExperts)

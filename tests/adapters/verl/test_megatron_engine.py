@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ os.environ.setdefault("VERL_PLATFORM", "cpu")
 pytest.importorskip("megatron.core", reason="megatron-core is not installed (make test-megatron)")
 pytest.importorskip("verl", reason="verl is not installed (make test-megatron)")
 
+from hydra import compose, initialize_config_dir
 from tensordict import TensorDict
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig, MtpConfig
 from verl.workers.engine.base import EngineRegistry
 
@@ -30,6 +33,7 @@ from tracefp4.adapters.verl import engine as fsdp
 from tracefp4.adapters.verl import megatron as adapter
 from tracefp4.adapters.verl import plugin  # noqa: F401  registers the engines
 from tracefp4.adapters.verl.rows import FIELD, make_note, stack_experts
+from tracefp4.adapters.verl.settings import read_settings
 from tracefp4.errors import TracefpError
 from tracefp4.guidance import GuidanceError
 from tracefp4.guidance.disk import ShardStore
@@ -231,6 +235,22 @@ def adapter_config(name: str) -> Any:
     from verl.workers.config import engine
 
     return getattr(engine, name)
+
+
+def test_the_settings_in_the_docs_compose_and_are_accepted(tmp_path: Path) -> None:
+    section = (Path(__file__).parents[3] / "docs" / "verl.md").read_text().partition("\n## Megatron\n")[2]
+    (tmp_path / "docs.yaml").write_text(section.partition("```yaml\n")[2].partition("```")[0])
+    with initialize_config_dir(str(tmp_path), version_base=None):
+        config = compose("docs").actor_rollout_ref
+    settings = read_settings(config.model.override_config)
+    assert settings is not None
+    assert settings.method == "trace"
+    assert config.actor.strategy == "megatron"
+    engine_config = omega_conf_to_dataclass(config.actor.megatron)
+    model_config = SimpleNamespace(
+        hf_config=tiny_config(), lora=config.model.lora, mtp=config.model.mtp, use_fused_kernels=False
+    )
+    adapter._refuse_unsupported(settings, model_config, engine_config)
 
 
 def test_another_architecture_is_refused(tmp_path: Path) -> None:
