@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,17 @@ RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "re
 
 
 def expert_parallel(rank: int, cases: list[Case]) -> dict[str, Any]:
-    """Each rank holds half of the experts, and its own sequences."""
+    """Each rank holds half of the experts, and its own sequences; then all tokens go to the first rank's experts."""
     case = cases[rank]
     model, context = mcore_cpu.build(case, expert_model_parallel_size=2, **RECOMPUTE)
     model.train()
     logits, gradients = mcore_cpu.logits_and_gradients(case, model, context)
-    return {"logits": logits, "gradients": gradients}
+    model.zero_grad()
+    half = {layer: (torch.stack([e[:, 0] % 4, (e[:, 0] + 1) % 4], 1), torch.ones_like(valid))
+            for layer, (e, valid) in case.micro_batch.experts.items()}  # fmt: skip
+    one_sided = replace(case, micro_batch=replace(case.micro_batch, experts=half))
+    _, idle = mcore_cpu.logits_and_gradients(one_sided, model, context)
+    return {"logits": logits, "gradients": gradients, "one_sided": idle}
 
 
 def tensor_parallel(rank: int, cases: list[Case]) -> dict[str, Any]:

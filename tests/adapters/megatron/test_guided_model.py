@@ -224,8 +224,11 @@ def test_experts_without_tokens_still_give_every_parameter_a_gradient(cases: dic
     model, _ = build(cases["qat"])
     experts = model.decoder.layers[0].mlp.experts
     rows = torch.zeros(case_experts(cases), dtype=torch.int64)
-    y, bias = experts(torch.zeros(0, cases["qat"].hf.hidden_size, requires_grad=True), rows, torch.zeros(0))
+    x, gates = (torch.zeros(0, *shape, requires_grad=True) for shape in ((cases["qat"].hf.hidden_size,), ()))
+    y, bias = experts(x, rows, gates)
     y.sum().backward()
+    assert x.grad is not None
+    assert gates.grad is not None
     assert y.shape == (0, cases["qat"].hf.hidden_size)
     assert bias is None
     assert all(p.grad is not None and not p.grad.any() for p in experts.parameters())
@@ -258,6 +261,7 @@ def test_hooks_that_wait_for_gathered_parameters_are_called(cases: dict[str, Cas
         for name, module in experts.named_modules():
             if name:
                 module.register_forward_pre_hook(lambda module, args, name=name, waited=waited: waited.append(name))
+                module.register_forward_pre_hook(lambda module, args, kwargs: None, with_kwargs=True)
         experts(torch.ones(2, 64), torch.tensor([2] + [0] * 7), torch.ones(2))
         owners = {name.rpartition(".")[0] for name, _ in experts.named_parameters()}
         assert owners <= set(waited)

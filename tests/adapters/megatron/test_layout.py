@@ -110,6 +110,12 @@ def test_localized_rows_are_those_of_the_padded_micro_batch() -> None:
     assert local.experts[1][1].tolist() == [*inputs.valid[3:5].tolist(), False]
 
 
+def test_experts_that_are_not_distinct_are_not_replayed() -> None:
+    micro = MicroBatch(1, experts={0: (torch.tensor([[3, 1], [2, 2], [0, 7]]), torch.tensor([True, True, True]))})
+    layout = rank_layout(torch.cat(row_numbers([3]))[None], config(), 0, 1)
+    assert localize(micro, layout, {0}, torch.tensor([5, 6, 7])).experts[0][1].tolist() == [True, False, True]
+
+
 class Stage(torch.nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         return input_ids

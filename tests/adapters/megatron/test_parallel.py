@@ -78,6 +78,14 @@ def test_expert_parallel(together: dict[str, list[Any]], alone: list[Any]) -> No
         assert_gradients(experts_of(ranks[rank]["gradients"]), both)
 
 
+def test_a_rank_whose_experts_get_no_token_takes_part_in_the_backward_pass(together: dict[str, list[Any]]) -> None:
+    """Else the others would wait for it in the exchange of gradients."""
+    busy, idle = (rank["one_sided"] for rank in together["expert"])
+    assert all(g.abs().max() > 0 for g in experts_of(busy).values())
+    assert all(not g.any() for g in experts_of(idle).values())
+    assert idle["model.layers.0.mlp.gate.weight"].abs().max() > 0
+
+
 @pytest.mark.parametrize("packed", [True, False], ids=["thd", "bshd"])
 def test_tensor_and_sequence_parallel(together: dict[str, list[Any]], alone: list[Any], packed: bool) -> None:
     """A rank rounds its own heads of K and V, and its own part of the rows that enter the experts."""

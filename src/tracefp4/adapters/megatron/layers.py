@@ -71,8 +71,11 @@ class GuidedExperts(_Guided):
         context, x_MH = self._context, permuted_local_hidden_states
         self._call_pre_forward_hooks()
         gate_up_EOI, down_EOI = self._weights("linear_fc1"), self._weights("linear_fc2")
-        if not len(x_MH):  # every parameter still gets a gradient, which Megatron's reduction waits for
-            return linear(linear(x_MH, gate_up_EOI[0]).chunk(2, dim=-1)[0], down_EOI[0]), None
+        if not len(x_MH):
+            # Parameters still get gradients, which Megatron's reduction waits for; rows and gates still have a backward
+            # pass, in which other ranks wait for this one.
+            empty = linear(linear(x_MH, gate_up_EOI[0]).chunk(2, dim=-1)[0], down_EOI[0])
+            return (empty * permuted_probs[:, None]).to(empty.dtype), None
         offsets_E = tokens_per_expert.cumsum(0).to(x_MH.device, torch.int32)
         gate_up = grouped_linear(x_MH, gate_up_EOI, offsets_E, context.products)
         if getattr(self, "activation_recompute", False):
@@ -107,8 +110,9 @@ class GuidedExperts(_Guided):
         for module in self.modules():  # type: ignore[attr-defined]
             if module is self:
                 continue
-            for hook in module._forward_pre_hooks.values():
-                if hook(module, ()) is not None:
+            for number, hook in module._forward_pre_hooks.items():
+                arguments: Any = ((), {}) if number in module._forward_pre_hooks_with_kwargs else ((),)
+                if hook(module, *arguments) is not None:
                     raise TracefpError(
                         f"a forward pre-hook of the experts' {type(module).__name__} changes its input, which the "
                         "guided forward does not pass through it"

@@ -67,7 +67,8 @@ def localize(
 ) -> LocalMicroBatch:
     """The rows of a micro-batch (its N padded ones, on the CPU) that a rank computes, of the layers that it holds.
 
-    token_ids_N int64 [N]. Rows of Megatron's own padding have no record, and choose their experts by themselves.
+    token_ids_N int64 [N]. Rows of Megatron's own padding have no record, and choose their experts by themselves, as do
+    rows whose recorded experts are not distinct.
     """
     real = {name: rows >= 0 for name, rows in (("attention", layout.attention), ("experts", layout.experts))}
     valid: dict[tuple[int, str], Tensor] = {}  # all records share one tensor: it is sent once
@@ -87,7 +88,10 @@ def localize(
     for layer, (experts_NK, valid_N) in micro_batch.experts.items():
         if layer in layers:
             rows = layout.experts.clamp(min=0)
-            routing[layer] = (experts_NK[rows].to(device), (valid_N[rows] & real["experts"]).to(device))
+            local_experts, usable = experts_NK[rows], valid_N[rows] & real["experts"]
+            # A row that names an expert twice was filled in by somebody; Megatron would send it once, and lose count.
+            usable &= (local_experts.sort(-1).values.diff(dim=-1) != 0).all(-1)
+            routing[layer] = (local_experts.to(device), usable.to(device))
     tokens = torch.where(layout.numbers >= 0, token_ids_N[layout.numbers.clamp(min=0)], -1).to(device)
     return LocalMicroBatch(micro_batch.key, guidance, routing, decoded=micro_batch.decoded, tokens=tokens)
 
