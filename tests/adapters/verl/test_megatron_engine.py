@@ -33,7 +33,7 @@ from tracefp4.adapters.verl import engine as fsdp
 from tracefp4.adapters.verl import megatron as adapter
 from tracefp4.adapters.verl import plugin  # noqa: F401  registers the engines
 from tracefp4.adapters.verl.rows import FIELD, make_note, stack_experts
-from tracefp4.adapters.verl.settings import read_settings
+from tracefp4.adapters.verl.settings import AdapterSettings, read_settings
 from tracefp4.errors import TracefpError
 from tracefp4.guidance import GuidanceError
 from tracefp4.guidance.disk import ShardStore
@@ -262,6 +262,14 @@ def test_another_architecture_is_refused(tmp_path: Path) -> None:
 def test_a_float32_mode_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(TracefpError, match=r"method fp32 computes in float32.*strategy=fsdp2"):
         make_verl_engine(checkpoint, "fp32", tmp_path / "g")
+
+
+def test_a_method_with_a_loss_of_its_own_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    """Whatever the settings let pass for other engines."""
+    settings = AdapterSettings(method="triage")
+    configs = verl_configs(checkpoint, ours("trace", tmp_path / "g"))
+    with pytest.raises(TracefpError, match=r"method triage trains by its own loss.*strategy=fsdp2"):
+        adapter._refuse_unsupported(settings, *configs)
 
 
 def test_another_megatron_is_refused(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

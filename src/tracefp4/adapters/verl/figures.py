@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tracefp4.train.slices import RowCounts
-
 _OURS = ("actor/guidance/", "actor/router/")
-
-
-def row_figures(counts: RowCounts, guided: bool) -> dict[str, float]:
-    """Of one micro-batch, to be summed over all of them; guided: whether the method uses records at all."""
-    figures = {"router/rows": float(counts.forwarded), "router/replayed_rows": float(counts.replayed)}
-    if guided:
-        figures |= {k: v for k, v in counts.metrics().items() if k != "guidance/guided_share"}
-    return figures
 
 
 def rename_figures(metrics: dict[str, Any]) -> None:

@@ -28,7 +28,6 @@ from tracefp4.adapters.megatron.spec import guided_layer_spec
 from tracefp4.adapters.megatron.versions import check_megatron_version
 from tracefp4.adapters.verl import engine as state
 from tracefp4.adapters.verl.engine import read_rows
-from tracefp4.adapters.verl.figures import row_figures
 from tracefp4.adapters.verl.guided import GuidedForward, Row
 from tracefp4.adapters.verl.settings import AdapterSettings, read_settings
 from tracefp4.errors import TracefpError
@@ -181,7 +180,10 @@ class TracefpMegatronEngine(MegatronEngineWithLMHead):
     ) -> Any:
         result = super().postprocess_micro_batch_func(output, data, forward_only, loss_function, local_cp_size)
         if self.guided is not None and not forward_only:
-            figures = row_figures(self._counts, self.guided.builder.guided)
+            counts = self._counts
+            figures = {"router/rows": float(counts.forwarded), "router/replayed_rows": float(counts.replayed)}
+            if self.guided.builder.guided:
+                figures |= {k: v for k, v in counts.metrics().items() if k != "guidance/guided_share"}
             result[-1]["metrics"].update(Metric.from_dict(figures, aggregation=AggregationType.SUM))
         return result
 
@@ -227,6 +229,11 @@ def _refuse_unsupported(settings: AdapterSettings, model_config: Any, engine_con
     for wrong, remedy in checks:
         if wrong:
             raise TracefpError(f"tracefp4's guided forward does not support this setting under Megatron; set {remedy}")
+    if settings.mode.loss != "grpo":
+        raise TracefpError(
+            f"method {settings.method} trains by its own loss, which does not reach verl's Megatron engine; set "
+            "actor_rollout_ref.actor.strategy=fsdp2"
+        )
     if settings.mode.dtype == "float32":
         raise TracefpError(
             f"method {settings.method} computes in float32 on both paths, which verl's Megatron engine does not; set "
