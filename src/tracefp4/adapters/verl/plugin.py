@@ -17,20 +17,14 @@ ROLLOUT_NAME = "tracefp4"
 
 
 def register() -> None:
-    """Registers platform, replica, server adapter, engines and trainers. Raises TracefpError for another verl."""
+    """Registers platform, replica, server adapter, FSDP engine and trainers. Raises TracefpError for another verl."""
     check_verl_version(verl.__version__)
     platform.install()
     RolloutReplicaRegistry.register(ROLLOUT_NAME, _load_replica)
     _ROLLOUT_REGISTRY[ROLLOUT_NAME, "async"] = "tracefp4.adapters.verl.server_adapter.ServerAdapter"
-    from verl.workers import engine as workers  # needs the platform
-
     from tracefp4.adapters.verl import engine, trainer
 
     engine.register()
-    if workers.MegatronEngineWithLMHead is not None:  # verl found megatron-core
-        from tracefp4.adapters.verl import megatron
-
-        megatron.register()
     trainer.register()
 
 
@@ -40,4 +34,15 @@ def _load_replica() -> type:
     return TracefpReplica
 
 
+def _register_megatron() -> None:
+    """Registers the Megatron engine where verl found megatron-core. After the platform, which verl's engines need."""
+    from verl.workers import engine
+
+    if engine.MegatronEngineWithLMHead is not None:
+        from tracefp4.adapters.verl import megatron
+
+        megatron.register()
+
+
 register()
+_register_megatron()
