@@ -54,7 +54,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 """What each top-level module may import besides itself. `from tracefp4 import __version__` is free."""
 
-ADAPTERS_ONLY = {"vllm", "sglang", "verl", "trl", "ray"}
+ADAPTERS_ONLY = {"vllm", "sglang", "verl", "megatron", "trl", "ray"}
 
 
 def top_modules() -> list[str]:
