@@ -52,6 +52,10 @@ for form in forms.split(","):
 """
 
 
+MADE = '{"pass_rate": {"value": 0.3125, "n": 64}, "steps": 20, "seconds": 2.0}'
+"""A warmstart.json."""
+
+
 def script(spec: Spec, source: str, pause: float) -> list[str]:
     """A command that acts as a run of ``spec``."""
     folders = [str(spec.run_dir), str(spec.eval_dir)]
@@ -79,7 +83,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Pl
         plan = make_plan(request, tmp_path / "out")
         for start in plan.starts:
             start.mkdir(parents=True, exist_ok=True)
-            (start / "warmstart.json").write_text("{}")
+            (start / "warmstart.json").write_text(MADE)
         (tmp_path / "out").mkdir(exist_ok=True)
         open_plan(plan)
         return plan

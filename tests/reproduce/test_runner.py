@@ -3,16 +3,18 @@
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tracefp4.compare import CompareError
 from tracefp4.reproduce.plan import Plan, make_plan, open_plan, read_plan, stored_request
-from tracefp4.reproduce.runner import INVOCATIONS, Limits, expected_seconds, run_plan, steps_done
+from tracefp4.reproduce.runner import INVOCATIONS, Limits, expected_seconds, run_plan, start_state, steps_done
 from tracefp4.signals import Stopped
 
 MakeUp = Callable[..., Plan]
@@ -95,6 +97,28 @@ def test_a_crash_ends_one_run_and_is_tried_again(made_up: MakeUp) -> None:
     assert [spec.done for spec in plan.specs] == [True, False, True]
     run(made_up(seeds=(0,)))
     assert plan.complete
+
+
+def test_a_warm_start_that_fails_holds_back_its_own_runs(
+    made_up: MakeUp, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plan = made_up(experiment="layers", modes=("bf16",), seeds=(0,))
+    broken, made = plan.specs[0].start, plan.specs[1].start
+    (broken / "warmstart.json").unlink()
+    log = broken.with_name(f"{broken.name}.log")
+    log.write_text("step   150  loss 1.2  held-out pass rate 0.125 (n = 512)  30 characters  9 s\n")
+    assert start_state(broken, plan.starts[broken]) == "step 150 of at most 20, pass rate 0.125, band 0 to 1"
+    assert start_state(tmp_path / "nowhere", plan.starts[made]) == "not made yet, band 0 to 1"
+    source = "print('error: pass rate 0.125 after 20 steps is outside [0.2, 0.4]'); raise SystemExit(2)"
+    program = tmp_path / "program"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{source}"\n')
+    program.chmod(0o755)
+    monkeypatch.setattr("tracefp4.reproduce.runner.WARMSTART", [str(program)])
+    lines, outcome = run(plan)
+    assert [spec.done for spec in plan.specs] == [False, True, True]
+    why = "error: pass rate 0.125 after 20 steps is outside [0.2, 0.4]"
+    assert outcome.failed == {broken.name: f"the warm start failed with exit code 2: {why}"}  # type: ignore[attr-defined]
+    assert not any("layers-6/bf16" in line for line in lines)
 
 
 def test_refused_settings_end_all(made_up: MakeUp) -> None:

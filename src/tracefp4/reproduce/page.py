@@ -175,6 +175,7 @@ def markdown(plan: Plan, facts: dict[str, Any], results: dict[str, Any]) -> str:
         for headings, rows in _grids(table):
             lines = [headings, ["---"] + ["---:"] * (len(headings) - 1), *rows]
             parts.append("\n".join("| " + " | ".join(c.replace("|", "\\|") for c in line) + " |" for line in lines))
+        parts += [table["note"]] if table["note"] else []
     parts += [caption(results), "\n".join(f"- {line}" for line in _origin(facts, results))]
     return "\n\n".join(parts) + "\n"
 
@@ -196,6 +197,7 @@ def html(plan: Plan, facts: dict[str, Any], results: dict[str, Any]) -> str:
                 "key": key,
                 "title": table["title"],
                 "verdict": verdict(table),
+                "note": table["note"],
                 "grids": [{"headings": headings, "rows": rows} for headings, rows in _grids(table)],
                 "legend": [{"label": group.label, "swatch": swatch(group.index)} for group in groups],
                 "figures": [
@@ -224,6 +226,8 @@ def rich_tables(results: dict[str, Any]) -> Iterator[RichTable | str]:
             shown.add_row(*map(Text, row))
         yield shown
         yield verdict(table)
+        if table["note"]:
+            yield table["note"]
     yield caption(results)
 
 

@@ -45,7 +45,7 @@ def gather(plan: Plan) -> dict[str, Any]:
 
 
 def table_figures(plan: Plan, key: str) -> dict[str, Any]:
-    """{"title", "control", "arms": {name: figures}, "differences": {form: {name: {other: interval}}}}."""
+    """{"title", "note", "control", "arms": {name: figures}, "differences": {form: {name: {other: interval}}}}."""
     table = next(t for t in plan.experiment.tables if t.key == key)
     specs = plan.of_table(key)
     arms = {arm.name: [spec for spec in specs if spec.arm is arm] for arm in table.arms}
@@ -58,6 +58,7 @@ def table_figures(plan: Plan, key: str) -> dict[str, Any]:
     rewards = {name: {s.seed: found for s in of_arm if (found := _rewards(s))} for name, of_arm in arms.items()}
     return {
         "title": table.title,
+        "note": table.note,
         "control": control(runs.get(CONTROL)),
         "arms": figures,
         "runs": {name: {str(seed): run for seed, run in of_arm.items()} for name, of_arm in runs.items()},

@@ -30,6 +30,7 @@ GRACE_SECONDS = 45.0
 EARLY_STEPS = 3
 INVOCATIONS = "invocations.jsonl"
 STARTED = "warmstart.json"
+WARMSTART = [sys.executable, "-m", "tracefp4.train.warmstart"]
 Say = Callable[[str], None]
 
 _DIVERGED = re.compile(r"error: (the run diverged in step (\d+): .*)")
@@ -84,6 +85,28 @@ def run_plan(plan: Plan, limits: Limits, say: Say) -> Outcome:
 def start_made(path: Path) -> bool:
     """Whether a warm start is complete."""
     return (path / STARTED).is_file()
+
+
+_PROGRESS = re.compile(r"^step +(\d+) .*held-out pass rate ([.\d]+)", re.MULTILINE)
+
+
+def start_state(path: Path, rung: RungConfig) -> str:
+    """Where a warm start stands: its last score and the band that it is to end in."""
+    stop = rung.start.stop
+    band = f"band {stop.pass_rate_low:g} to {stop.pass_rate_high:g}"
+    if start_made(path):
+        facts = json.loads((path / STARTED).read_bytes())
+        rate = facts["pass_rate"]
+        made = f"pass rate {rate['value']:.3f} (n = {rate['n']}) after {facts['steps']} steps, {facts['seconds']:.0f} s"
+        return f"made, {made}, {band}"
+    try:
+        found = _PROGRESS.findall(path.with_name(f"{path.name}.log").read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        found = []
+    if not found:
+        return f"not made yet, {band}"
+    step, rate = found[-1]
+    return f"step {step} of at most {rung.start.optimizer.max_steps}, pass rate {rate}, {band}"
 
 
 @dataclass
@@ -148,7 +171,7 @@ def _starting(path: Path, rung: RungConfig, device: str, say: Say) -> _Job:
     ensure_dir(path.parent)
     recipe = path.with_name(f"{path.name}.json")
     write_json_atomic(recipe, resolved(rung.warmstart(device)))
-    command = [sys.executable, "-m", "tracefp4.train.warmstart", str(recipe), str(path), "--resume"]
+    command = [*WARMSTART, str(recipe), str(path), "--resume"]
     child = Child(path.name, command, path.parent, (), append=True, log_name=f"{path.name}.log")
     say(f"{path.name}: making the warm start, see {child.log_path}")
     child.start(child_environment(rung.start.threads))
