@@ -91,6 +91,6 @@ def test_the_kernels_take_every_rung(name: str) -> None:
     """On a GPU a rollout in plain torch takes several times as long."""
     rung = load_rung(name)
     config = build_config(rung.warmstart(), build_tokenizer())
-    for mode in ("bf16", "naive", "qat", "trace", "trace-paper", "trace-all", "w4a16"):
+    for mode in ("bf16", "naive", "qat", "trace", "trace-paper", "trace-all", "w4a16", "quads", "quads-kv", "resq"):
         recipe = get_method(mode).recipe(rung.quant, rung.start.model.num_layers)
         assert resolve(rung.rollout, "cuda", ModelShape.from_hf(config), recipe).backend == "triton"

@@ -29,14 +29,14 @@ def real_plan(form: str, **settings: Any) -> Any:
     return plan(REAL, recipe, resolve(config, "cpu", REAL, recipe))
 
 
-@pytest.mark.parametrize("method", ["bf16", "naive", "w4a16", "a4"])
+@pytest.mark.parametrize("method", ["bf16", "naive", "w4a16", "a4", "quads"])
 @pytest.mark.parametrize("backend", ["torch", "references"])
 @pytest.mark.parametrize("shape", [moe(), moe(mlp_only_layers=[0], tie_word_embeddings=False), dense()], ids=str)
 def test_weight_bytes_are_those_of_the_tensors(shape: Any, backend: str, method: str) -> None:
     quant = {"w4a16": {"activations": "none"}, "a4": {"weights": "none"}}.get(method, {})
     if (method, backend) == ("a4", "references"):
         return  # refused there
-    name = method if method in ("bf16", "naive") else "naive"
+    name = method if method in ("bf16", "naive", "quads") else "naive"
     made = engine(name, backend, shape, quant)
     tables = made.model._cos.nbytes + made.model._sin.nbytes
     counted = weight_bytes(made.shape, made.recipe, torch.bfloat16, made.config.backend)

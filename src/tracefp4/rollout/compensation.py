@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tracefp4.formats import QuantizedBlocks, get_format
+from tracefp4.kernels.grouped_experts import ExpertMatrices
 from tracefp4.recipe import Compensation, QuantRecipe
 
 
@@ -30,13 +31,16 @@ class ResidualCompensation:
     def of(recipe: QuantRecipe) -> ResidualCompensation | None:
         return None if recipe.compensation is None else ResidualCompensation(recipe, recipe.compensation)
 
-    def residual(self, x_NI: Tensor, blocks: QuantizedBlocks) -> QuantizedBlocks:
+    def residual(self, x_NI: Tensor, blocks: QuantizedBlocks, real_N: Tensor | None = None) -> QuantizedBlocks:
         """The second product's operand in the packed form that a kernel reads: Q(R_C) or S(Q(R)).
 
-        x: what ``blocks`` was quantized from, every row real: rows that are padding would take part in the norms.
+        x: what ``blocks`` was quantized from. real: bool [N], False for padding, which has no part in the norms; None
+        where all rows are real.
         """
         c, fmt = self.compensation, self.format
         r_NI = x_NI.float() - fmt.dequantize(blocks)
+        if real_N is not None:
+            r_NI = torch.where(real_N[:, None], r_NI, 0.0)
         if c.rule == "quads":
             kept = self._quantize(torch.where(select(r_NI, c), r_NI, 0.0))
         else:
@@ -47,14 +51,19 @@ class ResidualCompensation:
         return kept
 
     def operand(
-        self, x_NI: Tensor, blocks: QuantizedBlocks, operand_NI: Tensor, epilogue_N1: Tensor | None
+        self,
+        x_NI: Tensor,
+        blocks: QuantizedBlocks,
+        operand_NI: Tensor,
+        epilogue_N1: Tensor | None,
+        real_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """(FP32 operand, epilogue) whose one product is the sum of the two: Q(X) + Q(R_C), in units of Q(X)'s 1/S.
 
         With power-of-two encode scales each summand is exact; the sum is rounded once to FP32, far below the rounding
         of the product's own accumulation.
         """
-        second_NI, second_epilogue = self.format.operands(self.residual(x_NI, blocks), dtype=torch.float32)
+        second_NI, second_epilogue = self.format.operands(self.residual(x_NI, blocks, real_N), dtype=torch.float32)
         if epilogue_N1 is None or second_epilogue is None:
             return operand_NI + second_NI, epilogue_N1
         return operand_NI + second_NI * (second_epilogue / epilogue_N1), epilogue_N1
@@ -65,7 +74,7 @@ class ResidualCompensation:
         if self._sums is None:
             return {}
         residual, kept, left = self._sums.tolist()
-        self._sums = None
+        self._sums.zero_()
         if not residual:
             return {}
         return {"compensation/kept_share": kept / residual, "compensation/error_left": left / residual}
@@ -74,11 +83,53 @@ class ResidualCompensation:
         return self.format.quantize(r_NI, encode_scale=self.encode_scale)
 
     def _count(self, r_NI: Tensor, second_NI: Tensor) -> None:
-        """Adds on the device: nothing is read back before ``metrics``."""
+        """Adds on the device, into memory that a captured graph can add to: nothing is read back before ``metrics``."""
         energy = r_NI.square().sum()
         kept = torch.where(second_NI != 0, r_NI, 0.0).square().sum()
         sums = torch.stack([energy, kept, (r_NI - second_NI).square().sum()]).double()
-        self._sums = sums if self._sums is None else self._sums + sums
+        if self._sums is None:
+            self._sums = torch.zeros_like(sums)
+        self._sums += sums
+
+
+def compensated_experts(
+    x_NI: Tensor,
+    blocks: QuantizedBlocks,
+    chosen_NK: Tensor,
+    gates_NK: Tensor,
+    gate_up: ExpertMatrices,
+    down: ExpertMatrices,
+    compensation: ResidualCompensation,
+    real_N: Tensor,
+) -> Tensor:
+    """A mixture's MLP with compensation, [N, I] in x's dtype, without asking the host how many rows an expert has.
+
+    Every expert multiplies every row and the chosen ones are taken: a multiple of the work, in FP32, which pays for
+    few and small experts. Rounded where the torch path of the engine rounds. blocks: x, quantized. real: see
+    ``ResidualCompensation.residual``.
+    """
+    N, K = chosen_NK.shape
+    fmt, pairs = compensation.format, torch.arange(N * K, device=x_NI.device)
+    operand, epilogue = fmt.operands(blocks, dtype=torch.float32)
+    operand, epilogue = compensation.operand(x_NI, blocks, operand, epilogue, real_N)
+    chosen_M = chosen_NK.reshape(-1)
+    up = _products(operand, gate_up)[chosen_M, pairs // K]
+    if epilogue is not None:
+        up = up * epilogue.expand(N, 1).repeat_interleave(K, 0)
+    gate, up = up.to(x_NI.dtype).float().chunk(2, dim=-1)
+    hidden = (torch.nn.functional.silu(gate) * up).to(x_NI.dtype)
+    second = fmt.quantize(hidden, encode_scale=compensation.encode_scale)
+    operand, epilogue = fmt.operands(second, dtype=torch.float32)
+    operand, epilogue = compensation.operand(hidden, second, operand, epilogue, real_N.repeat_interleave(K))
+    out = _products(operand, down)[chosen_M, pairs]
+    out = (out if epilogue is None else out * epilogue).to(x_NI.dtype)
+    return (out.view(N, K, -1).float() * gates_NK[..., None]).sum(1).to(x_NI.dtype)
+
+
+def _products(operand_NI: Tensor, weights: ExpertMatrices) -> Tensor:
+    """f32 [E, N, O]: every row by every expert."""
+    y = torch.matmul(operand_NI, weights.operand_EOI.transpose(1, 2))
+    return y if weights.epilogue_E is None else y * weights.epilogue_E[:, None, None]
 
 
 def select(r_NI: Tensor, compensation: Compensation) -> Tensor:

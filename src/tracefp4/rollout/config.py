@@ -15,6 +15,9 @@ from tracefp4.kernels.quantize_record import TRITON_FORMATS
 from tracefp4.recipe import QuantRecipe
 from tracefp4.rollout.model import ModelShape
 
+COMPENSATED_EXPERTS = 16
+"""Beside the kernels, compensated products are computed by every expert for every row."""
+
 
 class RolloutConfig(StrictModel):
     """Sizes of the engine.
@@ -67,8 +70,10 @@ def resolve(config: RolloutConfig, device: str, shape: ModelShape, recipe: Quant
 def _obstacle(shape: ModelShape, recipe: QuantRecipe, config: RolloutConfig) -> str:
     """What of a model or recipe the kernels do not take, naming the setting; "" where they take all of it."""
     r, why = recipe, ""
-    if recipe.compensation is not None:
+    if recipe.compensation is not None and config.backend == "native":
         why = "residual compensation (method quads or resq)"
+    elif recipe.compensation is not None and shape.experts > COMPENSATED_EXPERTS:
+        why = f"residual compensation (method quads or resq) of more than {COMPENSATED_EXPERTS} experts"
     elif config.dtype != "bfloat16":
         why = f'rollout.dtype "{config.dtype}", the kernels compute in bfloat16'
     elif shape.head_dim not in (64, 128, 256):

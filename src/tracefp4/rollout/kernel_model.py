@@ -11,7 +11,7 @@ scaled_dot_product_attention, sequence by sequence.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +21,11 @@ from torch.nn.attention.bias import causal_lower_right
 from tracefp4.formats import QuantizedBlocks
 from tracefp4.guidance.stream import StreamRecorder
 from tracefp4.kernels.decoder_ops import add_norm, choose_experts, norm_rotate
-from tracefp4.kernels.grouped_experts import PackedExperts, routed_experts
+from tracefp4.kernels.grouped_experts import ExpertMatrices, PackedExperts, routed_experts
 from tracefp4.kernels.paged_attention import paged_decode
 from tracefp4.kernels.quantize_record import RecordTarget, quantize_record
 from tracefp4.recipe import QuantRecipe, quantize_expert_weights
+from tracefp4.rollout.compensation import compensated_experts
 from tracefp4.rollout.model import Experts, Layer, ModelShape, RolloutModel
 from tracefp4.rollout.paged_pool import PagedPool
 from tracefp4.rollout.weights import Take, check_weights, put
@@ -119,6 +120,10 @@ class KernelModel(RolloutModel):
         name = self.recipe.weights
         if name is None:
             return w_EOI
+        if self.compensation is not None:
+            return replace(
+                ExpertMatrices.quantized(quantize_expert_weights(w_EOI, name, self.recipe.pow2)), blocks=None
+            )
         E, O, I = w_EOI.shape
         some = max(1, PACK_VALUES // (O * I))
         packed = None
@@ -201,7 +206,14 @@ class KernelModel(RolloutModel):
         else:
             gates, chosen = self._choose(i, layer, h_NH)
             experts.append(chosen)
-        return self._experts(layer, self._quantized_input(i, h_NH, step), gates, chosen)
+        x = self._quantized_input(i, h_NH, step)
+        if self.compensation is not None:
+            assert isinstance(x, QuantizedBlocks)
+            assert isinstance(layer.gate_up, ExpertMatrices)
+            assert isinstance(layer.down, ExpertMatrices)
+            real = step.positions >= 0
+            return compensated_experts(h_NH, x, chosen, gates, layer.gate_up, layer.down, self.compensation, real)
+        return self._experts(layer, x, gates, chosen)
 
     def _choose(self, i: int, layer: Layer, h_NH: Tensor) -> tuple[Tensor, Tensor]:
         """(gates f32 [N, K], experts int64 [N, K]) by the router."""
