@@ -11,14 +11,14 @@ from tracefp4.reproduce.plan import Plan, Request, Spec, make_plan, open_plan
 
 RUN = """
 import json, os, pathlib, signal, sys, time
-run, evaluation, mode, seed, steps, forms, pause = sys.argv[1:8]
+run, evaluation, mode, seed, steps, forms, pause, config = sys.argv[1:9]
 run, evaluation, steps = pathlib.Path(run), pathlib.Path(evaluation), int(steps)
 stopped = []
 signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
 (run / "states").mkdir(parents=True, exist_ok=True)
 done = len((run / "metrics.jsonl").read_text().splitlines()) if (run / "metrics.jsonl").exists() else 0
 print(mode, seed, "from", done, flush=True)
-(run / "config.json").write_text(json.dumps({"run": {"steps": steps, "seed": int(seed)}, "method": {"name": mode}}))
+(run / "config.json").write_text(config)
 (run / "run.json").write_text(json.dumps({"method": mode, "seed": int(seed)}))
 far = {"bf16": 1.0, "trace": 1.5}.get(mode, 5.0)
 for step in range(done, steps):
@@ -59,7 +59,7 @@ MADE = '{"pass_rate": {"value": 0.3125, "n": 64}, "steps": 20, "seconds": 2.0}'
 def script(spec: Spec, source: str, pause: float) -> list[str]:
     """A command that acts as a run of ``spec``."""
     folders = [str(spec.run_dir), str(spec.eval_dir)]
-    facts = [spec.arm.mode, str(spec.seed), str(spec.steps), ",".join(spec.forms), str(pause)]
+    facts = [spec.arm.mode, str(spec.seed), str(spec.steps), ",".join(spec.forms), str(pause), spec.config]
     return [sys.executable, "-S", "-c", source, *folders, *facts]
 
 
@@ -74,17 +74,19 @@ def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Pl
         modes: tuple[str, ...] = ("bf16", "qat", "trace"),
         seeds: tuple[int, ...] = (0, 1),
         experiment: str = "dynamics",
+        folder: str = "out",
+        settings: tuple[str, ...] = (),
     ) -> Plan:
         def command(spec: Spec) -> list[str]:
             return script(spec, (sources or {}).get(spec.arm.mode, RUN), pause)
 
         monkeypatch.setattr(plan_module.Spec, "command", command)
-        request = Request(experiment, None, modes, seeds, steps, True)
-        plan = make_plan(request, tmp_path / "out")
+        request = Request(experiment, None, modes, seeds, steps, True, settings=settings)
+        plan = make_plan(request, tmp_path / folder)
         for start in plan.starts:
             start.mkdir(parents=True, exist_ok=True)
             (start / "warmstart.json").write_text(MADE)
-        (tmp_path / "out").mkdir(exist_ok=True)
+        plan.out.mkdir(exist_ok=True)
         open_plan(plan)
         return plan
 

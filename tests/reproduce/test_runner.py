@@ -9,11 +9,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 
 from tracefp4.compare import CompareError
-from tracefp4.reproduce.plan import Plan, make_plan, open_plan, read_plan, stored_request
+from tracefp4.reproduce.plan import Plan, make_plan, open_plan, read_plan, scores_of, stored_request
+from tracefp4.reproduce.results import gather
+from tracefp4.reproduce.reuse import adopt
 from tracefp4.reproduce.runner import INVOCATIONS, Limits, expected_seconds, run_plan, start_state, steps_done
 from tracefp4.signals import Stopped
 
@@ -150,6 +153,41 @@ def test_a_policy_is_evaluated_once_it_is_trained(made_up: MakeUp) -> None:
     lines, _ = run(plan)
     assert lines.index("ptq/bf16, seed 0: done, 2.00 s a step") < lines.index("ptq/ptq:nvfp4, seed 0: evaluating")
     assert plan.complete
+
+
+TEN = ("evaluation.problems=10",)
+"""As many as a made-up evaluation has."""
+
+
+def test_runs_that_tables_and_commands_share_are_trained_once(made_up: MakeUp) -> None:
+    plan = made_up(experiment="bits", modes=("bf16", "1.125 bits"), seeds=(0,), settings=TEN)
+    assert [spec.name for spec in plan.specs] == ["bits/bf16, seed 0", "bits/1.125 bits, seed 0", "parts/bf16, seed 0"]
+    lines, _ = run(plan)
+    assert "parts/bf16, seed 0: the same run as out/bits/bf16/seed0, taken over" in lines
+    assert plan.complete
+    assert scores_of(plan.specs[2]) == scores_of(plan.specs[0])
+    assert not (plan.specs[2].folder / "seed0.log").exists()
+    assert json.loads(plan.specs[2].origin.read_text()) == {"run": "out/bits/bf16/seed0"}
+    other = made_up(experiment="staleness", modes=("bf16", "trace-all"), seeds=(0,), folder="other", settings=TEN)
+    run(other)
+    taken = [spec.name for spec in other.specs if spec.origin.exists()]
+    assert taken == ["lag-0/bf16, seed 0", "lag-0/trace-all, seed 0"]
+    assert gather(other)["taken_over"] == dict.fromkeys(taken, ANY)
+    again = made_up(experiment="staleness", modes=("bf16",), seeds=(0, 1), folder="more", steps=7)
+    run(again)
+    assert not any(spec.origin.exists() for spec in again.specs)
+
+
+def test_a_run_without_the_scores_that_are_needed_is_evaluated_alone(made_up: MakeUp) -> None:
+    plan = made_up(experiment="bits", modes=("bf16",), seeds=(0,))
+    run(plan)
+    scores = plan.specs[0].eval_dir / "scores.json"
+    scores.write_text(scores.read_text().replace('"bf16"', '"bf61"'))
+    other = made_up(experiment="staleness", modes=("bf16",), seeds=(0,), folder="other")
+    assert adopt(other.specs[0]) == plan.specs[0].run_dir
+    assert other.specs[0].trained
+    assert not other.specs[0].evaluated
+    assert not other.specs[0].needs_start
 
 
 def test_the_command_of_a_run(made_up: MakeUp, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -257,6 +257,8 @@ def _origin(facts: dict[str, Any], results: dict[str, Any]) -> list[str]:
         minutes = sum(call["seconds"] for call in calls) / 60
         jobs = ", ".join(map(str, sorted({call["jobs"] for call in calls})))
         lines.append(f"{facts['device']} time of {len(calls)} invocations together: {minutes:.1f} min; at once: {jobs}")
+    if taken := results["taken_over"]:
+        lines.append("runs taken over: " + "; ".join(f"{name} from {run}" for name, run in taken.items()))
     commits = {resume.get("commit") for resume in facts.get("resumes", [])} - {facts.get("commit")}
     if commits:
         lines.append(f"resumed at other commits: {', '.join(sorted(map(str, commits)))}")

@@ -32,8 +32,8 @@ FORMS = (OWN, FP4, CONTROL)
 
 
 def gather(plan: Plan) -> dict[str, Any]:
-    """All figures: {"tables": {key: table}, "complete", "runs", "device_seconds"}; of runs that are not done what there
-    is so far."""
+    """All figures: {"tables": {key: table}, "steps", "seeds", "complete", "invocations", "taken_over"}; of runs that
+    are not done what there is so far."""
     tables = {table.key: table_figures(plan, table.key) for table in plan.experiment.tables}
     return {
         "tables": tables,
@@ -41,6 +41,7 @@ def gather(plan: Plan) -> dict[str, Any]:
         "seeds": list(plan.seeds),
         "complete": plan.complete,
         "invocations": _invocations(plan.out / INVOCATIONS),
+        "taken_over": {s.name: json.loads(s.origin.read_bytes())["run"] for s in plan.specs if s.origin.is_file()},
     }
 
 

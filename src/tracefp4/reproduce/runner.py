@@ -22,6 +22,7 @@ from tracefp4.report import ensure_dir, write_json_atomic
 from tracefp4.report.logger import METRICS, TIMING
 from tracefp4.report.provenance import usable_cores
 from tracefp4.reproduce.plan import Plan, Spec, scores_of, write_scores
+from tracefp4.reproduce.reuse import adopt
 from tracefp4.reproduce.rung import RungConfig
 
 POLL_SECONDS = 0.2
@@ -143,7 +144,10 @@ def _run_all(plan: Plan, limits: Limits, outcome: Outcome, say: Say) -> None:
                 running.append(_starting(path, plan.starts[path], plan.device, say))
             while len(running) < limits.jobs and (spec := _next(queue.specs, running, plan, limits, outcome)):
                 queue.specs.remove(spec)
-                running.append(_started(spec, environment, say))
+                if (twin := adopt(spec)) is not None:
+                    say(f"{spec.name}: the same run as {twin.relative_to(plan.out.parent)}, taken over")
+                if not spec.done:
+                    running.append(_started(spec, environment, say))
             if limits.left <= 0 or not running:
                 outcome.in_time = outcome.in_time and not (running or queue)
                 return
@@ -195,7 +199,10 @@ def _next(
     """The next run whose policy, where it takes another's, is there; None where none may start now."""
     if limits.left <= 0:
         return None
+    busy = {job.spec.config for job in running if job.spec is not None and job.spec.trains}
     for spec in waiting:
+        if spec.needs_start and spec.config in busy and not spec.run_dir.exists():
+            continue  # the same run is under way, and will be taken over
         if spec.needs_start and not start_made(spec.start):
             continue
         if not spec.trains and not spec.trained:
