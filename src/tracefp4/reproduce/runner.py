@@ -199,11 +199,12 @@ def _next(
     """The next run whose policy, where it takes another's, is there; None where none may start now."""
     if limits.left <= 0:
         return None
+    starting = {job.start for job in running if job.spec is None}
     busy = {job.spec.config for job in running if job.spec is not None and job.spec.trains}
     for spec in waiting:
         if spec.needs_start and spec.config in busy and not spec.run_dir.exists():
             continue  # the same run is under way, and will be taken over
-        if spec.needs_start and not start_made(spec.start):
+        if spec.needs_start and (spec.start in starting or not start_made(spec.start)):
             continue
         if not spec.trains and not spec.trained:
             source = next((s for s in plan.specs if s.run_dir == spec.policy_dir), None)
