@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernel_case import dense, engine, moe, requests
@@ -242,6 +243,23 @@ def test_probes_keep_full_codes_of_the_same_slots() -> None:
                 a = own.sites[site].payload[..., plane + bit : plane + bit + 1]
                 b = probe.sites[site].payload[..., 4 * plane + bit : 4 * plane + bit + 1]
                 assert torch.equal(a, b)
+
+
+def test_samples_of_one_prompt_are_prefilled_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many calls as runs of equal lengths, a layer; and the tokens of prompts that run alone."""
+    prompts = [(3, 4, 5, 6, 7)] * 3 + [(8, 9)] + [(3, 4, 5, 6, 7)]
+    ask = [Request(f"r{i}", p, SamplingParams(0.0, max_new_tokens=3)) for i, p in enumerate(prompts)]
+    alone = [engine("bf16", "references").generate([r])[0] for r in ask]
+    made, calls, plain = engine("bf16", "references", max_num_seqs=5), [], F.scaled_dot_product_attention
+
+    def counted(q: Tensor, *rest: Any, **more: Any) -> Tensor:
+        calls.append(len(q))
+        return plain(q, *rest, **more)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
+    for a, b in zip(made.generate(ask), alone, strict=True):
+        assert near(a, b, 0.02) >= 1
+    assert calls == [3, 1, 1] * 2
 
 
 def test_w4a16_and_unquantized_parts_run() -> None:

@@ -372,7 +372,7 @@ class RolloutEngine:
         rows = seq.num_computed
         if seq.finish_reason != "abort" and rows != len(seq.tokens) - 1:
             raise AssertionError(f"{seq.request.request_id}: {rows} rows for {len(seq.tokens)} tokens")
-        slots = torch.tensor(self.blocks.slots(seq, 0, rows), dtype=torch.int64)
+        slots = self.blocks.slots(seq, 0, rows)
         if self.kernels is None:
             self._end(seq, *self._records(seq, slots.to(self.device)))
         else:
