@@ -17,7 +17,15 @@ from tracefp4.compare import CompareError
 from tracefp4.reproduce.plan import Plan, make_plan, open_plan, read_plan, scores_of, stored_request
 from tracefp4.reproduce.results import gather
 from tracefp4.reproduce.reuse import adopt
-from tracefp4.reproduce.runner import INVOCATIONS, Limits, expected_seconds, run_plan, start_state, steps_done
+from tracefp4.reproduce.runner import (
+    INVOCATION_NOW,
+    INVOCATIONS,
+    Limits,
+    expected_seconds,
+    run_plan,
+    start_state,
+    steps_done,
+)
 from tracefp4.signals import Stopped
 
 MakeUp = Callable[..., Plan]
@@ -70,6 +78,16 @@ def test_a_deadline_stops_and_the_next_call_goes_on(made_up: MakeUp) -> None:
     assert steps_done(plan.specs[0]) == 40
     log = (plan.specs[0].folder / "seed0.log").read_text().splitlines()
     assert log == ["bf16 0 from 0", f"bf16 0 from {first}"]
+
+
+def test_the_time_of_a_killed_invocation_counts(made_up: MakeUp) -> None:
+    plan = made_up(modes=("bf16",), seeds=(0,))
+    (plan.out / INVOCATION_NOW).write_text('{"seconds": 77.0, "jobs": 5, "device": "cpu"}')
+    run(plan)
+    facts = [json.loads(line) for line in (plan.out / INVOCATIONS).read_text().splitlines()]
+    assert facts[0] == {"seconds": 77.0, "jobs": 5, "device": "cpu"}
+    assert 0 < facts[1]["seconds"] < 60
+    assert not (plan.out / INVOCATION_NOW).exists()
 
 
 def test_whole_starts_only_what_ends_in_time(made_up: MakeUp) -> None:

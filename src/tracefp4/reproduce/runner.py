@@ -29,7 +29,8 @@ POLL_SECONDS = 0.2
 GRACE_SECONDS = 45.0
 """A step of a large rung, with a GPU that is shared, ends before a run writes its state."""
 EARLY_STEPS = 3
-INVOCATIONS = "invocations.jsonl"
+INVOCATIONS, INVOCATION_NOW = "invocations.jsonl", "invocation.json"
+TICK_SECONDS = 5.0
 STARTED = "warmstart.json"
 WARMSTART = [sys.executable, "-m", "tracefp4.train.warmstart"]
 Say = Callable[[str], None]
@@ -73,14 +74,40 @@ def run_plan(plan: Plan, limits: Limits, say: Say) -> Outcome:
         CompareError: a run refused its settings, as all others would.
         signals.Stopped: after a signal has ended all processes, their states saved.
     """
-    started, outcome = time.monotonic(), Outcome()
+    outcome, clock = Outcome(), _Clock(plan, limits.jobs)
     try:
         with signals.stoppable():
-            _run_all(plan, limits, outcome, say)
+            _run_all(plan, limits, outcome, say, clock)
     finally:
-        facts = {"seconds": time.monotonic() - started, "jobs": limits.jobs, "device": plan.device}
-        append_text(plan.out / INVOCATIONS, json.dumps(facts) + "\n")
+        clock.end()
     return outcome
+
+
+class _Clock:
+    """Device time of an invocation, told even of one that is killed: by the next, up to its last few seconds."""
+
+    def __init__(self, plan: Plan, jobs: int) -> None:
+        self._log, self._now = plan.out / INVOCATIONS, plan.out / INVOCATION_NOW
+        self._facts = {"jobs": jobs, "device": plan.device}
+        if self._now.exists():
+            self._close()
+        self._started = self._told = time.monotonic()
+
+    def tick(self) -> None:
+        if time.monotonic() - self._told >= TICK_SECONDS:
+            self._tell()
+
+    def end(self) -> None:
+        self._tell()
+        self._close()
+
+    def _tell(self) -> None:
+        self._told = time.monotonic()
+        write_json_atomic(self._now, {"seconds": self._told - self._started, **self._facts})
+
+    def _close(self) -> None:
+        append_text(self._log, json.dumps(json.loads(self._now.read_bytes())) + "\n")
+        self._now.unlink()
 
 
 def start_made(path: Path) -> bool:
@@ -131,7 +158,7 @@ class _Queue:
         return bool(self.starts or self.specs)
 
 
-def _run_all(plan: Plan, limits: Limits, outcome: Outcome, say: Say) -> None:
+def _run_all(plan: Plan, limits: Limits, outcome: Outcome, say: Say, clock: _Clock) -> None:
     specs = [spec for spec in plan.specs if not spec.done]
     needed = dict.fromkeys(spec.start for spec in specs if spec.needs_start and not start_made(spec.start))
     queue = _Queue(list(needed), specs)
@@ -152,6 +179,7 @@ def _run_all(plan: Plan, limits: Limits, outcome: Outcome, say: Say) -> None:
                 outcome.in_time = outcome.in_time and not (running or queue)
                 return
             time.sleep(POLL_SECONDS)
+            clock.tick()
             for job in list(running):
                 if (code := job.child.poll()) is None:
                     _tell_early(job, say)
