@@ -228,12 +228,14 @@ def test_turns_go_on_from_the_cache() -> None:
     assert all((r.sites[site].payload != 0).any(-1).all() for site in WIDTHS)
 
 
-def test_probes_keep_full_codes_of_the_same_slots() -> None:
-    """The low planes of a full record are the run's own record: both were made of one rounding."""
+@pytest.mark.parametrize(("n", "every"), [(4, 2), (11, 3)])
+def test_probes_keep_full_codes_of_the_same_slots(n: int, every: int) -> None:
+    """The low planes of a full record are the run's own record: both were made of one rounding. Eleven: rows come and
+    go, and move."""
     made = engine("trace-all", "references")
-    done = made.generate(requests(4, probe_every=2))
-    assert [t.probe is not None for t in done] == [True, False, True, False]
-    for t in done[::2]:
+    done = made.generate(requests(n, probe_every=every))
+    assert [t.probe is not None for t in done] == [i % every == 0 for i in range(n)]
+    for t in done[::every]:
         own, probe = record(made, t.guidance), record(made, t.probe)
         assert (probe.bits, probe.layers) == (full_bits("nvfp4"), (0, 1))
         for site in WIDTHS:

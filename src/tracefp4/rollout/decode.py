@@ -28,6 +28,8 @@ from tracefp4.rollout.sequence import Sequence as Seq
 from tracefp4.types import SamplingParams
 
 PADDING = SamplingParams(temperature=0.0)
+Size = tuple[int, bool, bool]
+"""What a step is captured for: rows, whether some are sampled by top-p, whether some are probed."""
 
 
 def buckets(most: int) -> list[int]:
@@ -58,7 +60,9 @@ class DecodeRunner:
         self._pinned = pinned = device.type == "cuda"
         self.tokens, self.positions = (torch.zeros(M, dtype=torch.int64, device=device) for _ in range(2))
         self.tables = torch.zeros(M, max_pages, dtype=torch.int32, device=device)
-        self.first_record = torch.zeros(1, dtype=torch.int64, device=device)
+        self.first_record, self.first_probe = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
+        self.probe: StreamRecorder | None = None  # of full codes, for the rows that ask for it
+        self.probe_places = torch.full((M,), -1, dtype=torch.int64, device=device)  # among those; -1: none
         self.settings = SamplingTensors.of([PADDING] * M).to(device)
         self.out = torch.zeros(3, M, dtype=torch.float64, device=device)  # token, log-prob, whether it is finite
         self._index = torch.arange(M, device=device)
@@ -68,11 +72,12 @@ class DecodeRunner:
         if pinned:
             self._host_settings = self._host_settings.pinned()
         self._host_tables = torch.zeros(M, max_pages, dtype=torch.int32, pin_memory=pinned)
+        self._host_places = torch.full((M,), -1, dtype=torch.int64, pin_memory=pinned)
         self.ahead = pinned
         self._flying = False
         self._event: torch.cuda.Event | None = None
         self._tables_sent: torch.cuda.Event | None = None
-        self._size = (0, False)
+        self._size: Size = (0, False, False)
         self._rows: list[Seq] = []
         self._row_of: dict[int, int] = {}  # by id of the sequence
         self._lengths = torch.zeros(0, dtype=torch.int64)  # of the rows' tokens, as the device has them
@@ -80,14 +85,14 @@ class DecodeRunner:
         self._stops = torch.zeros(0, dtype=torch.int64)  # of these rows and earlier ones
         self._slots = torch.zeros(0, dtype=torch.int64)  # that each row's pages hold
         self._pages: list[int] = []
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        self._logits: dict[tuple[int, bool], Tensor] = {}
+        self._graphs: dict[Size, torch.cuda.CUDAGraph] = {}
+        self._logits: dict[Size, Tensor] = {}
         self._memory: Any = None
         self.captures = 0
 
     # -- one step on the device ----------------------------------------------------------------------------------
 
-    def _forward(self, B: int) -> Tensor:
+    def _forward(self, B: int, probed: bool) -> Tensor:
         """Logits [B, V] of the rows as the buffers have them."""
         page = self.pool.page_size
         positions, tables = self.positions[:B], self.tables[:B]
@@ -97,6 +102,11 @@ class DecodeRunner:
         if self._recorder is not None:
             rows = torch.where(positions >= 0, self.first_record + self._index[:B], self._recorder.scratch_row)
             recordings = (Recording(self._recorder, rows),)
+        if probed:
+            assert self.probe is not None
+            places = self.probe_places[:B]
+            rows = torch.where((places >= 0) & (positions >= 0), self.first_probe + places, self.probe.scratch_row)
+            recordings += (Recording(self.probe, rows),)
         step = KernelStep(self.tokens[:B], positions, slots, recordings, tables=tables, lengths=(positions + 1).int())
         return self.model.run(step, self.pool)
 
@@ -109,32 +119,32 @@ class DecodeRunner:
         self.tokens[:B].copy_(ids)
         positions.add_((positions >= 0).long())
 
-    def _eager(self, B: int, nucleus: bool) -> None:
-        self._draw(self._forward(B), B, nucleus)
+    def _eager(self, B: int, nucleus: bool, probed: bool) -> None:
+        self._draw(self._forward(B, probed), B, nucleus)
 
-    def _replay(self, B: int, nucleus: bool) -> None:
+    def _replay(self, B: int, nucleus: bool, probed: bool) -> None:
         """Top-p sorts, whose scratch memory a graph would keep for every size: it follows the graph, eagerly."""
-        self._graphs[B, nucleus].replay()
+        self._graphs[B, nucleus, probed].replay()
         if nucleus:
-            self._draw(self._logits[B, nucleus], B, nucleus)
+            self._draw(self._logits[B, nucleus, probed], B, nucleus)
 
     @torch.no_grad()
-    def capture(self, B: int, nucleus: bool = False) -> None:
+    def capture(self, B: int, nucleus: bool = False, probed: bool = False) -> None:
         """Captures the step of a batch size; rows in flight are padding meanwhile and have to be sent again."""
         self._reset()
-        self._eager(B, nucleus)  # compiles and allocates what a capture must not
+        self._eager(B, nucleus, probed)  # compiles and allocates what a capture must not
         self._reset()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # Other threads may go on using the device, as the guidance store's writer does.
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            logits = self._forward(B)
+            logits = self._forward(B, probed)
             if not nucleus:
                 self._draw(logits, B, nucleus)
         self._memory = self._memory or graph.pool()
-        self._graphs[B, nucleus] = graph
+        self._graphs[B, nucleus, probed] = graph
         if nucleus:  # the others' logits may be the next graph's memory
-            self._logits[B, nucleus] = logits
+            self._logits[B, nucleus, probed] = logits
         self.captures += 1
 
     def _reset(self) -> None:
@@ -158,7 +168,8 @@ class DecodeRunner:
         same = self._unchanged(rows)
         if not (self._flying and same):
             nucleus = any(s.request.sampling.top_p < 1 for s in batch)
-            size = (next(n for n in self.buckets if n >= len(batch)), nucleus)
+            probed = self.probe is not None and any(s.request.probe for s in batch)
+            size = (next(n for n in self.buckets if n >= len(batch)), nucleus, probed)
             if self.graphs and size not in self._graphs:
                 self.capture(*size)
                 same = False
@@ -192,11 +203,15 @@ class DecodeRunner:
 
     def _launch(self) -> None:
         """One step of the rows that the buffers hold, and the copy of what it draws."""
-        if self._recorder is not None:
+        if self._recorder is not None or self._size[2]:
             at, page = self._lengths - 1, self.pool.page_size
             tables = self._host_tables[: len(at)]
             slots = tables.gather(1, (at // page)[:, None])[:, 0].long() * page + at % page
-            self.first_record.fill_(self._recorder.begin(slots))
+            if self._recorder is not None:
+                self.first_record.fill_(self._recorder.begin(slots))
+            if self._size[2]:
+                assert self.probe is not None
+                self.first_probe.fill_(self.probe.begin(slots[self._host_places[: len(slots)] >= 0]))
         with torch.no_grad():
             (self._replay if self.graphs else self._eager)(*self._size)
         self._host_out.copy_(self.out, non_blocking=True)  # whole: a part would be no plain copy, and wait
@@ -273,6 +288,11 @@ class DecodeRunner:
                 dtype=torch.int64,
             )
         self._lengths, self._room = lengths, room
+        if self.probe is not None:
+            flags = torch.tensor([s.request.probe for s in rows])
+            self._host_places.fill_(-1)
+            self._host_places[:n] = torch.where(flags, flags.long().cumsum(0) - 1, -1)
+            self.probe_places.copy_(self._host_places, non_blocking=True)
 
     def _send_tables(self, rows: list[Seq], known: list[bool] | None = None, force: bool = False) -> None:
         """Sends the block tables where a row has pages that the device does not know. known: whether it knows any."""

@@ -67,16 +67,16 @@ class KernelExecutor:
     def expect_probes(self) -> None:
         """Makes the recorder of full codes, which is large, when the first request asks for it."""
         if self.probe is None and (layout := row_layout(self.model.shape, self.recipe, probe=True)) is not None:
-            self.probe = self._make_recorder(layout)
+            self.probe = self.runner.probe = self._make_recorder(layout)
 
     def run(self, batch: list[Scheduled]) -> list[tuple[int, float]]:
         """(token, log-prob) of every scheduled sequence whose rows are complete, in order.
 
         Raises FloatingPointError where logits are not finite; the same rows can run again then.
         """
-        probed = self.probe is not None and any(s.seq.request.probe for s in batch)
-        if not probed and all(s.stop - s.start == 1 and s.samples for s in batch):
+        if all(s.stop - s.start == 1 and s.samples for s in batch):
             return self.runner.run([s.seq for s in batch], self.poll)
+        probed = self.probe is not None and any(s.seq.request.probe for s in batch)
         step = self._prepare(batch, probed)
         logits = self.model.run(step, self.pool)
         self.poll()
