@@ -94,3 +94,6 @@ def test_the_kernels_take_every_rung(name: str) -> None:
     for mode in ("bf16", "naive", "qat", "trace", "trace-paper", "trace-all", "w4a16", "quads", "quads-kv", "resq"):
         recipe = get_method(mode).recipe(rung.quant, rung.start.model.num_layers)
         assert resolve(rung.rollout, "cuda", ModelShape.from_hf(config), recipe).backend == "triton"
+    for mode in ("qat@mxfp4-w4a4", "trace-all@mxfp4-w4a8"):
+        recipe = get_method(mode).recipe(rung.quant, rung.start.model.num_layers)
+        assert resolve(rung.rollout, "cuda", ModelShape.from_hf(config), recipe).backend == "triton"

@@ -14,7 +14,8 @@ from tracefp4.errors import TracefpError
 from tracefp4.formats import get_format
 from tracefp4.methods import MethodConfig, QuantConfig, get_method
 from tracefp4.recipe import Compensation, QuantRecipe
-from tracefp4.rollout.compensation import ResidualCompensation, compensated_experts, select
+from tracefp4.rollout.compensation import ResidualCompensation, select
+from tracefp4.rollout.emulated import emulated_experts
 from tracefp4.rollout.engine import RolloutEngine
 from tracefp4.rollout.kernel_model import KernelModel
 from tracefp4.rollout.model import Captured, ExpertMatrices
@@ -214,7 +215,8 @@ def test_beside_the_kernels_the_product_is_that_of_the_torch_path(method: str) -
     layer, real = made._layers[1], torch.arange(9) < 7
     assert isinstance(layer.gate_up, ExpertMatrices)
     assert isinstance(layer.down, ExpertMatrices)
-    got = compensated_experts(rows, blocks, same, gates, layer.gate_up, layer.down, made.compensation, real)[:7]
+    matrices, compensation = (layer.gate_up, layer.down), made.compensation
+    got = emulated_experts(rows, blocks, same, gates, *matrices, made.recipe, compensation, real)[:7]
     assert float((got != y).float().mean()) < 0.02  # BF16 values at a rounding border of the FP32 sum
     assert torch.allclose(got.float(), y.float(), rtol=2**-7, atol=1e-4)
     assert made.compensation.metrics() == pytest.approx(facts, rel=1e-6)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from tracefp4.formats import QuantizedBlocks, get_format
-from tracefp4.kernels.grouped_experts import ExpertMatrices
 from tracefp4.recipe import Compensation, QuantRecipe
 
 
@@ -90,46 +89,6 @@ class ResidualCompensation:
         if self._sums is None:
             self._sums = torch.zeros_like(sums)
         self._sums += sums
-
-
-def compensated_experts(
-    x_NI: Tensor,
-    blocks: QuantizedBlocks,
-    chosen_NK: Tensor,
-    gates_NK: Tensor,
-    gate_up: ExpertMatrices,
-    down: ExpertMatrices,
-    compensation: ResidualCompensation,
-    real_N: Tensor,
-) -> Tensor:
-    """A mixture's MLP with compensation, [N, I] in x's dtype, without asking the host how many rows an expert has.
-
-    Every expert multiplies every row and the chosen ones are taken: a multiple of the work, in FP32, which pays for
-    few and small experts. Rounded where the torch path of the engine rounds. blocks: x, quantized. real: see
-    ``ResidualCompensation.residual``.
-    """
-    N, K = chosen_NK.shape
-    fmt, pairs = compensation.format, torch.arange(N * K, device=x_NI.device)
-    operand, epilogue = fmt.operands(blocks, dtype=torch.float32)
-    operand, epilogue = compensation.operand(x_NI, blocks, operand, epilogue, real_N)
-    chosen_M = chosen_NK.reshape(-1)
-    up = _products(operand, gate_up)[chosen_M, pairs // K]
-    if epilogue is not None:
-        up = up * epilogue.expand(N, 1).repeat_interleave(K, 0)
-    gate, up = up.to(x_NI.dtype).float().chunk(2, dim=-1)
-    hidden = (torch.nn.functional.silu(gate) * up).to(x_NI.dtype)
-    second = fmt.quantize(hidden, encode_scale=compensation.encode_scale)
-    operand, epilogue = fmt.operands(second, dtype=torch.float32)
-    operand, epilogue = compensation.operand(hidden, second, operand, epilogue, real_N.repeat_interleave(K))
-    out = _products(operand, down)[chosen_M, pairs]
-    out = (out if epilogue is None else out * epilogue).to(x_NI.dtype)
-    return (out.view(N, K, -1).float() * gates_NK[..., None]).sum(1).to(x_NI.dtype)
-
-
-def _products(operand_NI: Tensor, weights: ExpertMatrices) -> Tensor:
-    """f32 [E, N, O]: every row by every expert."""
-    y = torch.matmul(operand_NI, weights.operand_EOI.transpose(1, 2))
-    return y if weights.epilogue_E is None else y * weights.epilogue_E[:, None, None]
 
 
 def select(r_NI: Tensor, compensation: Compensation) -> Tensor:
