@@ -378,6 +378,25 @@ class Importance(Rule):
         )
 
 
+class SequenceWeight(Rule):
+    """Of TBPO, whose weight is that of a whole response and has no cap."""
+
+    name = "sequence_weight"
+    needs = ("tbpo/weight_far_share", "tbpo/weight_mean")
+
+    def look(self, seen: Seen) -> Finding | None:
+        share, mean = (seen.values[name] for name in self.needs)
+        if share <= self.config.tis_clip_share:
+            return None
+        return Finding(
+            share,
+            f"{share:.2%} of the responses at step {seen.step} have a weight more than 0.1 away from 1 (mean "
+            f"{mean:.3g}), more than {self.config.tis_clip_share:.2%}{self.lasting}: method qarl multiplies their loss "
+            "by it without a cap, so that few responses may rule the update. " + mismatch_remedy(self, seen),
+            {"share": share, "mean": mean, "limit": self.config.tis_clip_share},
+        )
+
+
 class Truncation(Rule):
     name = "truncation"
     needs = ("response/truncated_share",)
@@ -459,6 +478,7 @@ RULES: tuple[type[Rule], ...] = (
     Guidance,
     GradNorm,
     Importance,
+    SequenceWeight,
     Truncation,
     RewardZero,
     Lag,

@@ -11,9 +11,11 @@ from pydantic import Field
 from tracefp4.config import StrictModel
 from tracefp4.errors import TracefpError
 from tracefp4.files import warn
+from tracefp4.formats import get_format
 from tracefp4.kernels.grouped_experts.packed import TILE
 from tracefp4.kernels.quantize_record import TRITON_FORMATS
 from tracefp4.recipe import QuantRecipe
+from tracefp4.rollout.emulated import EMULATED_EXPERTS, emulates_experts
 from tracefp4.rollout.model import ModelShape
 from tracefp4.rollout.weights import weight_sizes
 
@@ -80,20 +82,28 @@ def resolve(config: RolloutConfig, device: str, shape: ModelShape, recipe: Quant
 def _obstacle(shape: ModelShape, recipe: QuantRecipe, config: RolloutConfig) -> str:
     """What of a model or recipe the kernels do not take, naming the setting; "" where they take all of it."""
     r, why = recipe, ""
-    if recipe.compensation is not None:
-        why = "residual compensation (method quads or resq)"
+    emulated = emulates_experts(recipe)
+    what = (
+        "residual compensation (method quads or resq)" if recipe.compensation else f"expert products in {_formats(r)}"
+    )
+    if emulated and config.backend == "native":
+        why = what
+    elif emulated and shape.experts > EMULATED_EXPERTS:
+        why = f"{what} of more than {EMULATED_EXPERTS} experts"
     elif config.dtype != "bfloat16":
         why = f'rollout.dtype "{config.dtype}", the kernels compute in bfloat16'
     elif shape.head_dim not in (64, 128, 256):
         why = f"the checkpoint's head_dim {shape.head_dim}, the kernels take 64, 128 or 256"
     elif r.activations is not None and r.weights is None:
         why = f'quant.activations "{r.activations}" with quant.weights "none"'
-    elif r.guided_layers and r.bits < 1:
-        why = f"records of scales alone (method.bits {r.bits:g})"
-    elif unknown := [n for n in (r.weights, r.activations, r.kv) if n not in (None, *TRITON_FORMATS)]:
-        why = f'format "{unknown[0]}", the kernels know {" and ".join(TRITON_FORMATS)}'
-    elif r.weights is not None:
+    elif r.kv not in (None, *TRITON_FORMATS) and get_format(r.kv).scale_kind != "e8m0":
+        why = f'quant.kv "{r.kv}", the kernels keep a cache in {" or ".join(TRITON_FORMATS)} or an MX format'
+    elif r.weights is not None and not emulated:
         for field, width in (("hidden_size", shape.hidden), (shape.expert_width_field, shape.expert_width)):
             if width % TILE:
                 why = f"the checkpoint's {field} {width}, the kernels take multiples of {TILE} in FP4"
     return why
+
+
+def _formats(recipe: QuantRecipe) -> str:
+    return " and ".join(dict.fromkeys(name for name in (recipe.weights, recipe.activations) if name))

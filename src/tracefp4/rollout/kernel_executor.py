@@ -29,7 +29,7 @@ def row_layout(shape: ModelShape, recipe: QuantRecipe, probe: bool = False) -> R
     widths = {"expert_input": shape.hidden, "key": kv_width, "value": kv_width}
     if probe:
         full = {full_bits(name) for name in (recipe.activations, recipe.kv) if name}
-        return RowLayout(recipe, range(shape.layers), full.pop(), widths) if len(full) == 1 else None
+        return RowLayout(recipe, range(shape.layers), max(full), widths) if full else None
     layout = RowLayout(
         recipe, recipe.guided_layers, recipe.bits, widths, (shape.routed_layers, shape.experts_per_token)
     )

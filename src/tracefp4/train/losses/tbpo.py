@@ -12,6 +12,9 @@ from torch import Tensor
 from tracefp4.config import StrictModel
 from tracefp4.train.losses.base import MAX_LOG_RATIO, LossTerms, TokenBatch, masked, mean_over, share
 
+WEIGHT_FAR = 0.1
+"""A response's weight counts as far from 1 beyond this: nothing caps it. It is a mean over tokens: 0.1 is much."""
+
 
 class TBPOConfig(StrictModel):
     """eps_low, eps_high: the band of the geometric-mean ratio of a response of ``reference_length`` tokens is
@@ -74,6 +77,7 @@ def tbpo_loss(
         "tbpo/dropped_share_negative": share(dropped, answered & (A < 0)),
         "tbpo/ratio_abs_log_mean": mean_over(ratio.detach().log().abs(), answered),
         "tbpo/weight_mean": mean_over(weight, answered),
+        "tbpo/weight_far_share": share((weight - 1).abs() > WEIGHT_FAR, answered),
     }
     each = torch.ones_like(batch.logprobs)
     return LossTerms(
