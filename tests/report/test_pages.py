@@ -1,0 +1,38 @@
+"""What all pages share: the policy, escaping, the macros."""
+
+import re
+
+import pytest
+from jinja2 import UndefinedError
+from markupsafe import Markup
+
+from tracefp4.report.pages import render_page
+
+FOLDER = ("tracefp4.reproduce", "")
+TABLE = {"headings": ["mode", "<b>"], "rows": [["<i>", Markup("<svg></svg>")]]}
+FIGURE = {"title": "t", "unit": "u", "svg": Markup("<svg></svg>"), "notes": []}
+PART = {"key": "k", "title": "t", "verdict": "v", "grids": [TABLE], "legend": [], "figures": [FIGURE]}
+VALUES = {"title": "<script>", "tables": [PART], "caption": "", "origin": ["<a>"]}
+
+
+def test_values_are_escaped_and_pictures_are_not() -> None:
+    page = render_page("page.html", FOLDER, **VALUES)
+    body = page[page.index("<body>") :]
+    assert {tag for tag in ("script", "b", "i", "a") if f"<{tag}>" in body} == set()
+    assert body.count("<svg></svg>") == 2
+    assert '<div class="scroll" role="region" aria-labelledby="k" tabindex="0">' in body
+    assert "figcaption" not in body  # no notes
+    assert re.search(r"<footer><p>Written by tracefp4 [0-9.]+\.</p></footer>", body)
+
+
+@pytest.mark.parametrize("script", ["", "plots.js"])
+def test_a_page_without_a_script_forbids_scripts(script: str) -> None:
+    page = render_page("page.html", FOLDER, script=script, **VALUES)
+    [policy] = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
+    assert ("script-src" in policy) == ("<script>" in page) == bool(script)
+    assert policy.startswith("default-src 'none'; ")
+
+
+def test_a_value_that_is_missing_is_an_error() -> None:
+    with pytest.raises(UndefinedError, match="caption"):
+        render_page("page.html", FOLDER, **{k: v for k, v in VALUES.items() if k != "caption"})
