@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
 
-from tracefp4.report.export import check_target, write_atomic, write_csv, write_pngs
+from tracefp4.report.export import check_target, write_csv, write_export, write_pngs
 from tracefp4.report.figures import FigureSection, build_sections
 from tracefp4.report.findings import CHECKS, findings
 from tracefp4.report.logger import ensure_dir
@@ -43,10 +42,7 @@ def report(
     if png is not None:
         ensure_dir(Path(png))
 
-    def write(file: IO[bytes]) -> None:
-        file.write(page)
-
-    write_atomic(target, write)
+    write_export(target, lambda file: file.write(page))
     written = [target]
     if png is not None:
         written += write_pngs(Path(png), sections, groups)
