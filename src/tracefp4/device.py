@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from tracefp4.errors import TracefpError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 DeviceSetting = Literal["auto", "cpu", "cuda"]
 
@@ -17,6 +18,8 @@ def resolve_device(setting: str, key: str = "run.device") -> str:
 
     key: how the user writes the setting. Raises TracefpError where a GPU is asked for and there is none.
     """
+    import torch  # on use: a recipe names a device before anything runs on it
+
     if setting == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if torch.device(setting).type == "cuda" and not torch.cuda.is_available():
@@ -30,6 +33,8 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 
     The host goes on at once; torch keeps the pinned copy until the device has read it.
     """
+    import torch
+
     if torch.device(device).type != "cuda" or tensor.is_cuda or not tensor.numel():
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

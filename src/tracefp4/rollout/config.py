@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from pydantic import Field
 
 from tracefp4.config import StrictModel
 from tracefp4.errors import TracefpError
 from tracefp4.files import warn
-from tracefp4.kernels.grouped_experts.packed import TILE
-from tracefp4.kernels.quantize_record import TRITON_FORMATS
 from tracefp4.recipe import QuantRecipe
-from tracefp4.rollout.model import ModelShape
+
+if TYPE_CHECKING:
+    from tracefp4.rollout.model import ModelShape
 
 
 class RolloutConfig(StrictModel):
@@ -50,8 +49,9 @@ def resolve(config: RolloutConfig, device: str, shape: ModelShape, recipe: Quant
     backend = config.backend
     obstacle = "" if backend == "torch" else _obstacle(shape, recipe, config)
     if backend == "auto":
-        backend = "triton" if torch.device(device).type == "cuda" and not obstacle else "torch"
-        if obstacle and torch.device(device).type == "cuda":
+        cuda = device.partition(":")[0] == "cuda"
+        backend = "triton" if cuda and not obstacle else "torch"
+        if obstacle and cuda:
             warn(f"the rollout runs in plain torch, since the kernels do not take {obstacle}")
     elif obstacle:
         raise TracefpError(f'rollout.backend "{backend}" does not run {obstacle}: set rollout.backend="torch"')
@@ -66,6 +66,9 @@ def resolve(config: RolloutConfig, device: str, shape: ModelShape, recipe: Quant
 
 def _obstacle(shape: ModelShape, recipe: QuantRecipe, config: RolloutConfig) -> str:
     """What of a model or recipe the kernels do not take, naming the setting; "" where they take all of it."""
+    from tracefp4.kernels.grouped_experts.packed import TILE
+    from tracefp4.kernels.quantize_record import TRITON_FORMATS
+
     r, why = recipe, ""
     if recipe.compensation is not None:
         why = "residual compensation (method quads or resq)"
