@@ -67,12 +67,13 @@ def live(
     """Switch one site at a time between trainer and rollout engine, and name the causes."""
     from tracefp4 import signals
     from tracefp4.meter.live.plan import LiveRequest, load_run
-    from tracefp4.meter.live.run import meter_live
 
     if target is not None and "=" in target and not Path(target).exists():
         overrides, target = [target, *(overrides or [])], None
     config = load_run(target, list(overrides or []), train, method)
     request = LiveRequest(config, rollout, prompts, count, samples, band, layers, train_logprobs, rollout_logprobs)
+    from tracefp4.meter.live.run import meter_live  # after the request is known to be good: it imports torch
+
     with signals.stoppable():
         result = meter_live(request, lambda text: typer.echo(text, err=True))
     _finish(result.as_dict(), out)
