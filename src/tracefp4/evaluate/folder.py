@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from tracefp4.errors import TracefpError
-from tracefp4.files import LOCK, append_text, jsonl, storage_errors, sweep_files, warn, whole_lines, write_text_atomic
-from tracefp4.report import RunFolderError, provenance, write_json_atomic
+from tracefp4.files import append_text, jsonl, storage_errors, sweep_files, warn, whole_lines, write_text_atomic
+from tracefp4.report import provenance, write_json_atomic
+from tracefp4.report.logger import files_present
 from tracefp4.report.provenance import append_resume
 
 EVAL, TIMING = "eval.json", "timing.jsonl"
@@ -40,13 +41,7 @@ class EvalFolder:
         asked: "settings", "checkpoint" and "forms_asked" of this evaluation, which a resumed one must share; about:
         what else eval.json says. Raises TracefpError, and changes nothing, where the folder holds something else.
         """
-        present = {entry.name for entry in self.path.iterdir()} - {LOCK}
-        if present and not resume and not overwrite:
-            raise RunFolderError(
-                f"{self.path} is not empty: choose another --out, go on with --resume or replace with --overwrite"
-            )
-        if present and EVAL not in present and not all(name.startswith(f".{EVAL}.") for name in present):
-            raise RunFolderError(f"{self.path} holds no evaluation and is left alone: choose another --out")
+        present = files_present(self.path, EVAL, "evaluation", keep=resume or overwrite)
         facts = self._read() if resume and EVAL in present else None
         now = provenance()
         if facts is not None:

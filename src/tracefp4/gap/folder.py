@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from tracefp4.errors import TracefpError
-from tracefp4.files import LOCK, GroupedAppends, jsonl, storage_errors, sweep_files, warn, write_text_atomic
+from tracefp4.files import GroupedAppends, jsonl, storage_errors, sweep_files, warn, write_text_atomic
 from tracefp4.gap.answers import Answer, Failure, Key
 from tracefp4.gap.checks import Mark
-from tracefp4.report import RunFolderError, provenance, write_json_atomic
+from tracefp4.report import provenance, write_json_atomic
+from tracefp4.report.logger import files_present
 from tracefp4.report.provenance import append_resume
 
 GAP, MARKS, SCORES, TIMING, FLIPS, REPORT = (
@@ -62,13 +63,7 @@ class GapFolder:
         on; where it differs, or with ``recheck``, answers are marked anew. Raises TracefpError, and changes nothing,
         where the folder holds something else.
         """
-        present = {entry.name for entry in self.path.iterdir()} - {LOCK}
-        if present and not resume and not overwrite:
-            raise RunFolderError(
-                f"{self.path} is not empty: choose another --out, go on with --resume or replace with --overwrite"
-            )
-        if present and GAP not in present and not all(name.startswith(f".{GAP}.") for name in present):
-            raise RunFolderError(f"{self.path} holds no deployment check and is left alone: choose another --out")
+        present = files_present(self.path, GAP, "deployment check", keep=resume or overwrite)
         facts = self._read() if resume and GAP in present else None
         settings, now = json.loads(json.dumps(settings)), provenance()
         unanswered = [] if facts is None else [side for side in SIDES if not self._answered(side)]
