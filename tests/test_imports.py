@@ -38,19 +38,20 @@ def test_commands_that_do_no_work_import_nothing_heavy(tmp_path: Path) -> None:
         "train good.toml quant.kv=mxfp8-rceil --out o",
         "compare bad.toml --out o",
         "eval bad.toml --out o",
+        "meter bad.toml --out o",
     ]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, ",".join(HEAVY), *lines], cwd=tmp_path, capture_output=True, text=True
     )
     codes = [line.rsplit(" -> ", 1)[1] for line in done.stdout.splitlines() if " -> " in line]
-    assert codes == ["0"] * 4 + ["2"] * 5, done.stderr
+    assert codes == ["0"] * 4 + ["2"] * 6, done.stderr
     *errors, heavy = done.stderr.splitlines()
     assert errors == [
         "error: unknown key train.lrr in bad.toml; did you mean train.lr?",
         "error: run.steps must be at least 1, got 0 in the override 'run.steps=0'",
         "error: quant.kv: the KV cache holds four-bit formats, not mxfp8-rceil: set quant.kv to one, or to none "
         "(in the override 'quant.kv=mxfp8-rceil')",
-        *["error: unknown key train.lrr in bad.toml; did you mean train.lr?"] * 2,
+        *["error: unknown key train.lrr in bad.toml; did you mean train.lr?"] * 3,
     ]
     assert heavy == ""
 
