@@ -94,7 +94,7 @@ def test_ratios_are_of_tokens_per_second_and_of_bytes() -> None:
 @pytest.mark.parametrize(
     ("kernel", "part"),
     [
-        ("_attend_fp4", "attention"),
+        ("_attend", "attention"),
         ("_products_dense", "experts"),
         ("_write_kv", "quantize and record"),
         ("nvjet_tst_128x64_64x8_2x1_v_bz_TNN", "projections and head"),

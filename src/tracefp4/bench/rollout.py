@@ -294,8 +294,8 @@ def measure(
 
 
 PARTS = {
-    "attention": ("_attend_", "_combine"),
-    "experts": ("_products_", "_route", "_operand_rows", "_weighted_sum", "_choose_experts"),
+    "attention": ("_attend", "_combine"),
+    "experts": ("products_", "_route", "_operand_rows", "_weighted_sum", "_choose_experts"),
     "quantize and record": ("_write_kv", "_write_dense", "_quantize_rows"),
     "projections and head": ("gemm", "nvjet", "cutlass", "splitK", "cublas"),
     "norms and rotation": ("_add_norm", "_norm_rotate"),
