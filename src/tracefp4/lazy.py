@@ -22,7 +22,9 @@ def on_first_use(package: str) -> Callable[[str], Any]:
 
     def get(name: str) -> Any:
         if not name.startswith("__") or name == "__all__":  # Python and tools ask any module for others of these
-            return getattr(import_module(f"{package}.api"), name)
+            api = import_module(f"{package}.api")
+            if hasattr(api, name):
+                return getattr(api, name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return get
