@@ -67,7 +67,8 @@ class FakeLoop(types.ModuleType):
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeLoop:
     fake = FakeLoop()
-    monkeypatch.setitem(sys.modules, "tracefp4.loop", fake)
+    for name in ("tracefp4.loop", "tracefp4.loop.config"):
+        monkeypatch.setitem(sys.modules, name, fake)
     monkeypatch.chdir(tmp_path)
     Path("r.toml").write_text('[method]\nname = "trace"\n')
     return fake

@@ -215,7 +215,7 @@ def test_a_failing_write_leaves_the_old_page(tmp_path: Path, monkeypatch: pytest
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tracefp4.report.export.os.fsync", full)
+    monkeypatch.setattr("tracefp4.files.os.fsync", full)
     assert command(str(tmp_path / "run"), "--out", str(target)) == 2
     assert target.read_text() == "old"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run"]

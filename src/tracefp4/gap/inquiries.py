@@ -20,7 +20,7 @@ from tracefp4.errors import TracefpError
 from tracefp4.gap.checks import FILE_TELLS, ROW_TELLS, RUNS_CODE, CheckSpec, Markers, Question, needs_answer
 from tracefp4.tasks.base import Message
 from tracefp4.tasks.records import ROLES
-from tracefp4.tasks.rows import READERS
+from tracefp4.tasks.rows import READERS, plain
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 FIELDS = ("id", "prompt", "messages", "system", "answer", "check", "category")
@@ -281,7 +281,7 @@ def _inquiry(row: dict[str, Any], where: str, reader: _Reader) -> Inquiry:
         answers=answers,
         checks=checks,
         category=str(category),
-        fields={str(name): _plain(value) for name, value in row.items() if name not in FIELDS},
+        fields={str(name): plain(value) for name, value in row.items() if name not in FIELDS},
         where=where,
     )
     for spec in checks:
@@ -409,15 +409,6 @@ def _clean(name: str, value: Any) -> str:
     if _SURROGATE.search(value):
         raise TracefpError(f"{name} holds half of a surrogate pair, which is no character")
     return value
-
-
-def _plain(value: Any) -> Any:
-    """A JSON value; what JSON lacks (dates, bytes) as text."""
-    if isinstance(value, dict):
-        return {str(name): _plain(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
 
 
 def _distinct(inquiries: list[Inquiry]) -> tuple[list[Inquiry], list[str]]:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tracefp4.files import folder_lock
+from tracefp4.files import folder_lock, write_text_atomic
 from tracefp4.gap.answers import Answer, Failure, Job, Key, Sampling
 from tracefp4.gap.backends import Backend, Found, check_form, make_backend
 from tracefp4.gap.checks import FILE_TELLS, ROW_TELLS, Markers, mark_all
@@ -23,7 +23,6 @@ from tracefp4.gap.inquiries import Inquiry, InquiryFile
 from tracefp4.gap.judge import JudgeMarker
 from tracefp4.gap.page import render
 from tracefp4.report import ensure_dir, progress, write_json_atomic
-from tracefp4.report.export import write_atomic
 from tracefp4.report.provenance import checkpoint_fingerprint
 
 MARKED_TOGETHER = 200
@@ -86,7 +85,7 @@ def gap(
     check_forms(request)
     check = _Check(request, out)
     try:
-        with folder_lock(ensure_dir(out)):
+        with folder_lock(ensure_dir(out)), check.folder:
             return check.run(resume, overwrite, recheck)
     finally:
         check.markers.close()
@@ -133,9 +132,9 @@ class _Check:
         facts["distance"] = facts["distance"] | {"reason": self._why_no_distance(facts["distance"])}
         flips = facts.pop("flips")
         self.folder.replace(FLIPS, flips)
+        self.folder.sync()  # gap.json must not be complete before they are
         write_json_atomic(self.out / GAP, facts)
-        page = render(facts, flips).encode("utf-8")
-        write_atomic(self.out / REPORT, lambda file: file.write(page))  # type: ignore[arg-type]
+        write_text_atomic(self.out / REPORT, render(facts, flips))
         return facts
 
     # -- before ------------------------------------------------------------------------------------------------------

@@ -71,7 +71,6 @@ def live(
     from tracefp4 import signals
     from tracefp4.errors import TracefpError
     from tracefp4.meter.live.plan import LiveRequest, load_run
-    from tracefp4.meter.live.run import meter_live
 
     if device is not None and device not in ("auto", "cpu", "cuda"):
         raise TracefpError(f"--device must be auto, cpu or cuda, got {device}")
@@ -80,6 +79,8 @@ def live(
     settings = [*(overrides or []), *([] if device is None else [f"run.device={device}"])]
     config = load_run(target, settings, train, method)
     request = LiveRequest(config, rollout, prompts, count, samples, band, layers, train_logprobs, rollout_logprobs)
+    from tracefp4.meter.live.run import meter_live  # after the request is known to be good: it imports torch
+
     with signals.stoppable():
         result = meter_live(request, lambda text: typer.echo(text, err=True))
     _finish(result.as_dict(), out)

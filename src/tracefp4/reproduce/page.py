@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from importlib import resources
 from typing import Any
 
-from jinja2 import DictLoader, Environment, StrictUndefined
-from markupsafe import Markup
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -17,8 +14,9 @@ from tracefp4.report import write_json_atomic
 from tracefp4.report.catalog import SECTIONS
 from tracefp4.report.export import write_pngs
 from tracefp4.report.figures import Figure, FigureSection, build_figure
-from tracefp4.report.html import report, styles
+from tracefp4.report.html import report
 from tracefp4.report.logger import METRICS
+from tracefp4.report.pages import render_page
 from tracefp4.report.runs import Group, load_run
 from tracefp4.report.svg import figure_svg, swatch
 from tracefp4.report.table import provenance_lines
@@ -212,13 +210,6 @@ def markdown(plan: Plan, facts: dict[str, Any], results: dict[str, Any]) -> str:
 
 def html(plan: Plan, facts: dict[str, Any], results: dict[str, Any]) -> str:
     """results.html: the tables, and the plots of reward, distance, entropy and length, a curve a mode."""
-    environment = Environment(
-        loader=DictLoader({PAGE: resources.files("tracefp4.reproduce").joinpath("page.html").read_text("utf-8")}),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     tables = []
     for key, table in results["tables"].items():
         groups = _groups(plan, key)
@@ -238,9 +229,11 @@ def html(plan: Plan, facts: dict[str, Any], results: dict[str, Any]) -> str:
                 ],
             }
         )
-    return environment.get_template(PAGE).render(
+    return render_page(
+        "page.html",
+        ("tracefp4.reproduce", ""),
+        "page.css",
         title=f"{plan.experiment.name}: {plan.experiment.summary}",
-        css=Markup(styles()),
         about=about(plan),
         tables=tables,
         glossary=glossary(plan),

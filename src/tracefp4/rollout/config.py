@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from pydantic import Field
 
 from tracefp4.config import StrictModel
 from tracefp4.errors import TracefpError
 from tracefp4.files import warn
-from tracefp4.formats import get_format
-from tracefp4.kernels.grouped_experts.packed import TILE
-from tracefp4.kernels.quantize_record import TRITON_FORMATS
 from tracefp4.recipe import QuantRecipe
-from tracefp4.rollout.emulated import EMULATED_EXPERTS, emulates_experts
-from tracefp4.rollout.model import ModelShape
-from tracefp4.rollout.weights import weight_sizes
+
+if TYPE_CHECKING:
+    from tracefp4.rollout.model import ModelShape
 
 SMALL_MODEL = 2e9
 BURST = 8
@@ -59,9 +55,10 @@ def resolve(config: RolloutConfig, device: str, shape: ModelShape, recipe: Quant
     """
     backend = config.backend
     obstacle = "" if backend == "torch" else _obstacle(shape, recipe, config)
+    cuda = device.partition(":")[0] == "cuda"
     if backend == "auto":
-        backend = "triton" if torch.device(device).type == "cuda" and not obstacle else "torch"
-        if obstacle and torch.device(device).type == "cuda":
+        backend = "triton" if cuda and not obstacle else "torch"
+        if obstacle and cuda:
             warn(f"the rollout runs in plain torch, since the kernels do not take {obstacle}")
     elif obstacle:
         raise TracefpError(f'rollout.backend "{backend}" does not run {obstacle}: set rollout.backend="torch"')
@@ -71,16 +68,24 @@ def resolve(config: RolloutConfig, device: str, shape: ModelShape, recipe: Quant
     if backend != "torch" and page_size % 16:
         raise TracefpError(f'rollout.page_size {page_size} is no multiple of 16, which backend "{backend}" needs')
     graphs = config.cuda_graphs and backend == "triton"  # native products ask the host for the rows of each expert
-    steps = config.steps_per_sync
-    if not steps:
-        small = 2 * sum(math.prod(size) for _, size in weight_sizes(shape)) < SMALL_MODEL
-        steps = BURST if small and backend == "triton" and torch.device(device).type == "cuda" else 1
+    steps = config.steps_per_sync or (BURST if cuda and backend == "triton" and _is_small(shape) else 1)
     settings = {"backend": backend, "page_size": page_size, "cuda_graphs": graphs, "steps_per_sync": steps}
     return config.model_copy(update=settings)
 
 
+def _is_small(shape: ModelShape) -> bool:
+    from tracefp4.rollout.weights import weight_sizes
+
+    return 2 * sum(math.prod(size) for _, size in weight_sizes(shape)) < SMALL_MODEL
+
+
 def _obstacle(shape: ModelShape, recipe: QuantRecipe, config: RolloutConfig) -> str:
     """What of a model or recipe the kernels do not take, naming the setting; "" where they take all of it."""
+    from tracefp4.formats import get_format
+    from tracefp4.kernels.grouped_experts.packed import TILE
+    from tracefp4.kernels.quantize_record import TRITON_FORMATS
+    from tracefp4.rollout.emulated import EMULATED_EXPERTS, emulates_experts
+
     r, why = recipe, ""
     emulated = emulates_experts(recipe)
     what = (

@@ -7,13 +7,12 @@ stays inside C code; here they are off and a worker that does not answer is kill
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from tracefp4.tasks.base import Prompt
-from tracefp4.tasks.checks.base import Check, CheckError
+from tracefp4.tasks.checks.base import CheckError
 from tracefp4.tasks.checks.config import CheckConfig
 from tracefp4.tasks.checks.extract import extract, first_of
-from tracefp4.tasks.checks.pool import WorkerPool
+from tracefp4.tasks.checks.pool import WorkerPool, YesNoCheck
 
 _MAX_ANSWER = 1000
 """Characters of an extracted answer; a longer one scores 0 unread."""
@@ -21,7 +20,7 @@ _TAIL = 4000
 r"""Characters at a response's end that are searched for the last expression where nothing marks the answer."""
 
 
-class MathCheck(Check):
+class MathCheck(YesNoCheck):
     r"""1.0 where the answer equals the reference, else 0.0.
 
     With ``extract = "auto"`` the answer is the last ``\boxed{}``, else what follows the last marker, else the
@@ -57,21 +56,8 @@ class MathCheck(Check):
     def score_batch(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
         self.validate(prompts)
         answers = [self._answer(text) for text in responses]
-        pairs = list(zip(prompts, answers, strict=True))
-        jobs: list[dict[str, Any]] = [
-            {"gold": self._gold(p.answer), "answer": answer} for p, answer in pairs if answer is not None
-        ]
-        outcomes = iter(self._pool.run(jobs))
-        scores = []
-        for answer in answers:
-            outcome = next(outcomes) if answer is not None else None
-            if outcome is not None and outcome.kind != "value":
-                self.counts["timeouts" if outcome.kind == "timeout" else "errors"] += 1
-            scores.append(float(outcome is not None and outcome.value is True))
-        return scores
-
-    def close(self) -> None:
-        self._pool.close()
+        pairs = zip(prompts, answers, strict=True)
+        return self.judge([None if a is None else {"gold": self._gold(p.answer), "answer": a} for p, a in pairs])
 
     def _gold(self, text: str) -> list[str]:
         found = first_of(text, self.config.marker)
