@@ -262,7 +262,7 @@ def measure(
         raise ValueError(f"--budget-gb {args.budget_gb:g} holds no sequence of {row.context} tokens")
     config = RolloutConfig(
         max_num_seqs=B, max_model_len=row.context + new, num_pages=B * per_seq, page_size=PAGE, backend="triton",
-        cuda_graphs=not args.no_graphs, max_tokens_per_step=max(B, 2048),
+        cuda_graphs=not args.no_graphs, max_tokens_per_step=max(B, 2048), steps_per_sync=1,
     )  # fmt: skip
     model.choices = None
     if args.routing == "uniform":
