@@ -64,8 +64,9 @@ def test_a_response_carries_its_handle_and_no_bits(server: RolloutServer, tmp_pa
         tokens = torch.tensor([2 + i, 5, 7, *output.token_ids])
         t = read_trajectory(tokens, 3, output.extra_fields[FIELD], torch.as_tensor(output.routed_experts),
                             server.recipe.hash)  # fmt: skip
-        assert t.guidance is not None
-        assert store.get(t.guidance).token_ids.tolist() == tokens[:-1].tolist()
+        (segment,) = t.segments
+        assert segment.handle is not None
+        assert store.get(segment.handle).token_ids.tolist() == tokens[:-1].tolist()
         assert t.routed_experts is not None
         assert len(t.routed_experts) == t.num_rows
         assert output.extra_fields["global_steps"] == 0

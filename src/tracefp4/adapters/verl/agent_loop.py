@@ -24,9 +24,6 @@ from verl.workers.rollout.replica import TokenOutput
 from tracefp4.adapters.verl.rows import FIELD
 from tracefp4.adapters.verl.segments import Joined, Piece, join_pieces
 
-MANAGER = "tracefp4.adapters.verl.agent_loop.GuidedAgentLoopManager"
-"""Value of ``actor_rollout_ref.rollout.agent.agent_loop_manager_class``."""
-
 _gathering: ContextVar[tuple[list[Piece], ...]] = ContextVar("tracefp4_pieces", default=())
 
 

@@ -47,7 +47,7 @@ def read_trajectory(
     segments = [s for s in segments if s.start < s.stop]
     covered = segments[-1].stop if segments else 0
     versions = torch.full((rows,), -1, dtype=torch.int32)
-    versions[:covered] = torch.tensor([v for s in segments for v in s.versions], dtype=torch.int32)
+    versions[:covered] = torch.tensor([v for s in segments for v in s.own_versions], dtype=torch.int32)
     replayed = None
     if routed is not None and covered:
         # verl fills what lies behind the recorded rows with zeros, which would be an expert.

@@ -3,9 +3,11 @@
 A response is generated in pieces where verl aborts it and resumes it after a weight update, or turn by turn. Every
 piece is a request of its own: the engine prefills what came before, so its record covers all rows from 0. The pieces
 divide the sequence, in order: a piece owns the rows from where the one before it ended to its own last row, that is,
-the rows whose logits chose its tokens, and before them those of the user's or a tool's tokens that it prefilled. So
-every row is guided by the pass that first forwarded it, under the weights of that pass, whether or not a rollout
-engine keeps a prefix in its cache.
+the rows whose logits chose its tokens, and before them those of the user's or a tool's tokens that it prefilled.
+
+Expert inputs and routing of a row come from its owner: the pass that computed the row's logits. K and V of a row are
+read by all later rows, of every later piece, and a piece after a weight update computed them anew: no single record is
+right for all readers. They come from the piece whose sampled tokens read the row most often (docs/verl.md has figures).
 
 Legend: L tokens of one sequence, M layers with routed experts, K experts per token, G guided layers.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -31,38 +33,43 @@ from tracefp4.types import GuidanceHandle, TrainBatch, Trajectory
 class Segment:
     """Rows [start, stop) of a sequence, and the record of the piece that owns them.
 
-    versions: int [stop - start], the policy version of each row. handle: of the whole record, whose row i is the
+    first: position of the first token that the piece sampled; its last is the one at ``stop``. versions: int [stop],
+    the policy version under which the piece forwarded each row from 0 on. handle: of its record, whose row i is the
     sequence's row i; None where the piece recorded nothing.
     """
 
     start: int
     stop: int
+    first: int
     sample: str
     versions: tuple[int, ...]
     handle: GuidanceHandle | None
 
+    @property
+    def own_versions(self) -> tuple[int, ...]:
+        return self.versions[self.start :]
+
     def clip(self, start: int, stop: int) -> Segment:
         """The part of it within [start, stop)."""
         start, stop = max(start, self.start), min(stop, self.stop)
-        return replace(self, start=start, stop=stop, versions=self.versions[start - self.start : stop - self.start])
+        return replace(self, start=start, stop=stop, versions=self.versions[:stop])
+
+    def readers(self, rows: np.ndarray) -> np.ndarray:
+        """How many of its sampled tokens read K and V of each row (int [n]), the row's own next token among them."""
+        return np.clip(self.stop - np.maximum(self.first - 1, rows), 0, None)
 
     def pack(self) -> list[Any]:
-        """Plain values that pickle: [start, stop, sample, runs of [version, rows], handle's fields or None]."""
+        """Plain values that pickle: the fields, with versions as runs of [version, rows]."""
         runs = [[version, len(list(rows))] for version, rows in groupby(self.versions)]
         h = self.handle
-        return [
-            self.start,
-            self.stop,
-            self.sample,
-            runs,
-            None if h is None else [h.sample_id, h.rows, h.recipe_hash, h.nbytes],
-        ]
+        handle = None if h is None else [h.sample_id, h.rows, h.recipe_hash, h.nbytes]
+        return [self.start, self.stop, self.first, self.sample, runs, handle]
 
     @staticmethod
     def unpack(packed: Sequence[Any]) -> Segment:
-        start, stop, sample, runs, handle = packed
+        start, stop, first, sample, runs, handle = packed
         versions = tuple(int(version) for version, rows in runs for _ in range(rows))
-        return Segment(start, stop, str(sample), versions, None if handle is None else GuidanceHandle(*handle))
+        return Segment(start, stop, first, str(sample), versions, None if handle is None else GuidanceHandle(*handle))
 
 
 def make_note(trajectory: Trajectory, recipe_hash: str) -> dict[str, Any]:
@@ -72,7 +79,8 @@ def make_note(trajectory: Trajectory, recipe_hash: str) -> dict[str, Any]:
     """
     versions = trajectory.row_versions.tolist()
     rows = next((i for i, version in enumerate(versions) if version < 0), len(versions))
-    whole = Segment(0, rows, trajectory.request_id, tuple(versions[:rows]), trajectory.guidance)
+    first = len(trajectory.prompt_ids)
+    whole = Segment(0, rows, first, trajectory.request_id, tuple(versions[:rows]), trajectory.guidance)
     return {"recipe": recipe_hash, "segments": [whole.pack()]}
 
 
@@ -146,7 +154,7 @@ def join_pieces(tokens: Sequence[int], pieces: Iterable[Piece]) -> Joined:
         covered = added[-1].stop
     if recipe is None:
         return Joined(None, None, None)
-    versions = [v for s in segments for v in s.versions]
+    versions = [v for s in segments for v in s.own_versions]
     note = {"recipe": recipe, "segments": [s.pack() for s in segments]}
     return Joined(note, _join_routing(routed), (min(versions), max(versions)) if versions else None)
 
@@ -194,22 +202,48 @@ class SegmentBuilder(MicroBatchBuilder):
 
     def _join(self, t: Trajectory, version: int, counts: RowCounts) -> tuple[TrajectoryGuidance | None, Tensor | None]:
         segments = t.segments if isinstance(t, SegmentedTrajectory) else ()
-        parts: list[tuple[int, TrajectoryGuidance | None]] = []
-        usable: list[Tensor] = []
-        end = 0
-        for s in segments:
-            rows = s.stop - s.start
-            record = fetch(self.store, s.handle, t, self.recipe, counts, (s.start, s.stop))
-            parts.append((rows, record))
-            usable.append(
-                torch.zeros(rows, dtype=torch.bool)
-                if record is None
-                else usable_rows(record, t, version, self.max_version_diff, counts, s.start)
-            )
-            end = s.stop
-        counts.reasons["missing"] += t.num_rows - end
-        record = join_records(parts)
-        return record, None if record is None else torch.cat(usable)
+        parts = [self._read(t, s, (s.start, s.stop), version, counts) for s in segments]
+        counts.reasons["missing"] += t.num_rows - (segments[-1].stop if segments else 0)
+        record = join_records([(len(usable), part) for part, usable in parts])
+        if record is None:
+            return None, None
+        if runs := key_value_runs(segments):
+            record = replace(record, sites={site: _own_memory(data) for site, data in record.sites.items()})
+        for start, stop, k in runs:
+            part, usable = self._read(t, segments[k], (start, stop), version, RowCounts())
+            if part is not None:
+                _put_key_value(record, part, usable, start)
+        return record, torch.cat([usable for _, usable in parts])
+
+    def _read(
+        self, t: Trajectory, segment: Segment, part: tuple[int, int], version: int, counts: RowCounts
+    ) -> tuple[TrajectoryGuidance | None, Tensor]:
+        """Rows [start, stop) of a segment's record, and which of them may guide."""
+        record = fetch(self.store, segment.handle, t, self.recipe, counts, part)
+        if record is None:
+            return None, torch.zeros(part[1] - part[0], dtype=torch.bool)
+        return record, usable_rows(record, t, version, self.max_version_diff, counts, part[0])
+
+
+def key_value_runs(segments: Sequence[Segment]) -> list[tuple[int, int, int]]:
+    """(start, stop, index of a segment) for the rows whose K and V come from another piece than their owner.
+
+    That is the one with the most readers of the row, the later of two with as many; a piece that forwarded the row
+    under the owner's own version computed the same K and V, and the owner's record serves.
+    """
+    if not segments:
+        return []
+    rows = np.arange(segments[-1].stop)
+    owner = np.repeat(np.arange(len(segments)), [s.stop - s.start for s in segments])
+    readers = np.stack([s.readers(rows) for s in segments])
+    chosen = len(segments) - 1 - readers[::-1].argmax(axis=0)
+    versions = np.full(readers.shape, -1)
+    for k, s in enumerate(segments):
+        versions[k, : s.stop] = s.versions
+    chosen = np.where(versions[chosen, rows] == versions[owner, rows], owner, chosen)
+    seams = [0, *(np.flatnonzero((np.diff(chosen) != 0) | (np.diff(owner) != 0)) + 1), len(rows)]
+    runs = [(int(a), int(b), int(chosen[a])) for a, b in pairwise(seams)]
+    return [(a, b, k) for a, b, k in runs if k != owner[a]]
 
 
 def join_records(parts: Sequence[tuple[int, TrajectoryGuidance | None]]) -> TrajectoryGuidance | None:
@@ -231,6 +265,23 @@ def join_records(parts: Sequence[tuple[int, TrajectoryGuidance | None]]) -> Traj
         versions=torch.cat([r.versions for r in records]),
         valid=torch.cat([r.valid for r in records]),
     )
+
+
+def _own_memory(data: SiteRows) -> SiteRows:
+    scale = data.encode_scale
+    return SiteRows(data.payload.clone(), None if scale is None else scale.clone())
+
+
+def _put_key_value(record: TrajectoryGuidance, part: TrajectoryGuidance, usable: Tensor, start: int) -> None:
+    """Usable rows of ``part``, in the place of the record's rows from ``start`` on."""
+    for site in ("key", "value"):
+        if site not in record.sites:
+            continue
+        here, there = record.sites[site], part.sites[site]
+        rows = usable.nonzero()[:, 0]
+        here.payload[:, start + rows] = there.payload[:, rows]
+        if here.encode_scale is not None and there.encode_scale is not None and here.encode_scale.ndim:
+            here.encode_scale[:, start + rows] = there.encode_scale[:, rows]
 
 
 def _scale(record: TrajectoryGuidance, site: str) -> Tensor:

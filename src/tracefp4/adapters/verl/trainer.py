@@ -15,12 +15,16 @@ from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.device import get_device_name
 
-from tracefp4.adapters.verl.agent_loop import MANAGER, GuidedClient, PartialRolloutClient
-from tracefp4.adapters.verl.detached import CopyingActorWorker
 from tracefp4.adapters.verl.figures import rename_figures
 from tracefp4.adapters.verl.settings import KEY, read_settings
 from tracefp4.align.metrics import importance_metrics, mismatch_metrics
 from tracefp4.errors import TracefpError
+
+MANAGER = "tracefp4.adapters.verl.agent_loop.GuidedAgentLoopManager"
+"""Value of ``actor_rollout_ref.rollout.agent.agent_loop_manager_class``."""
+
+# A Ray worker that unpickles a class of ours imports that class's module first, the module imports verl, and verl
+# loads the plugin, which imports this module: so what Ray pickles (clients, workers) is imported where it is used.
 
 
 class _Figures(PPOTrainer):
@@ -67,6 +71,8 @@ class TracefpTrainerSync(_Figures, PPOTrainerSync):
     stock_mode = "sync"
 
     def get_llm_client(self) -> Any:
+        from tracefp4.adapters.verl.agent_loop import GuidedClient
+
         return self.llm_server_manager.get_client(client_cls=GuidedClient)
 
 
@@ -74,6 +80,8 @@ class TracefpTrainerColocateAsync(_Figures, PPOTrainerColocateAsync):
     stock_mode = "colocate_async"
 
     def get_llm_client(self) -> Any:
+        from tracefp4.adapters.verl.agent_loop import PartialRolloutClient
+
         return self.llm_server_manager.get_client(client_cls=PartialRolloutClient)
 
 
@@ -81,11 +89,15 @@ class TracefpTrainerSeparateAsync(_Figures, PPOTrainerSeparateAsync):
     stock_mode = "separate_async"
 
     def get_llm_client(self) -> Any:
+        from tracefp4.adapters.verl.agent_loop import PartialRolloutClient
+
         return self.standalone_server_manager.get_client(client_cls=PartialRolloutClient)
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
         if get_device_name() == "cpu":
+            from tracefp4.adapters.verl.detached import CopyingActorWorker
+
             copying = ray.remote(CopyingActorWorker)
             for role, worker in self.role_worker_mapping.items():
                 if worker.__ray_actor_class__ is DetachActorWorker:

@@ -6,7 +6,6 @@ under ``actor_rollout_ref.rollout.checkpoint_engine.backend=tracefp4``. On GPUs 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Iterable
 from typing import Any
 
@@ -17,6 +16,7 @@ from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from tracefp4.adapters.verl import engine
+from tracefp4.adapters.verl.mailbox import Mailbox
 from tracefp4.errors import TracefpError
 
 BACKEND = "tracefp4"
@@ -42,25 +42,6 @@ async def in_buckets(
         size += held.nbytes
     if bucket:
         yield bucket
-
-
-class Mailbox:
-    """An actor between the trainer's first rank and every rollout worker. It holds references, never weights, and at
-    most two buckets that a receiver has not fetched yet."""
-
-    def __init__(self) -> None:
-        self._queues: list[asyncio.Queue[Any]] = []
-
-    async def open(self, receivers: int) -> None:
-        """A new update: whatever an earlier one left is dropped."""
-        self._queues = [asyncio.Queue(maxsize=2) for _ in range(receivers)]
-
-    async def put(self, message: Any) -> None:
-        for queue in self._queues:
-            await queue.put(message)
-
-    async def get(self, receiver: int) -> Any:
-        return await self._queues[receiver].get()
 
 
 class RayCheckpointEngine(CheckpointEngine):
