@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from tiny import make_engine, tiny_config, tiny_model, tiny_weights
 from tracefp4.adapters.verl.guided import GuidedForward, Row
-from tracefp4.adapters.verl.segments import Joined, Piece, Segment, join_pieces, key_value_runs, make_note, read_note
+from tracefp4.adapters.verl.segments import Joined, Piece, Segment, join_pieces, key_value_sources, make_note, read_note
 from tracefp4.adapters.verl.settings import read_settings
 from tracefp4.guidance import GuidanceError
 from tracefp4.guidance.disk import ShardStore
@@ -106,32 +107,33 @@ def test_a_resumed_response_is_guided_by_the_piece_that_generated_each_part(stor
 
 
 def test_key_and_value_come_from_the_piece_that_read_them_most(store: ShardStore) -> None:
-    """Five tokens against seven: the second piece read every row more often. Cut it to two, and the first one did."""
+    """Five tokens, then seven: the second piece read the first one's rows more often. Cut it to one, and it did not."""
     rolled = rolled_under_two_versions(store)
     old, new = [store.get(t.guidance).sites for t in rolled.parts if t.guidance is not None]
     seam = rolled.parts[0].num_rows
-    micro, _, _ = guided(store).micro_batch([rolled.row()], 1)
-    assert torch.equal(payload(micro, "key", 1)[:-1], new["key"].payload[1])
-    rolled.tokens = rolled.tokens[:-5]
-    micro, _, _ = guided(store).micro_batch([rolled.row()], 1)
-    # Of its own last rows, read by one or two of its tokens, it has no majority.
-    mine = seam - 2
-    expected = torch.cat([old["key"].payload[1][:mine], new["key"].payload[1][mine : seam + 2]])
-    assert torch.equal(payload(micro, "key", 1)[:-1], expected)
+    for kept, first in ((7, new), (1, old)):
+        rolled.tokens = rolled.tokens[: seam + 1 + kept]
+        micro, counts, _ = guided(store).micro_batch([rolled.row()], 1)
+        assert counts.guided == seam + kept
+        for site in ("key", "value"):
+            own = [sites[site].payload[1] for sites in (first, new)]
+            assert torch.equal(payload(micro, site, 1)[:-1], torch.cat([own[0][:seam], own[1][seam : seam + kept]]))
     assert not torch.equal(old["key"].payload[1], new["key"].payload[1][:seam])
 
 
-def test_readers_of_a_row_decide_and_the_same_version_needs_none() -> None:
-    def segments(*versions: int) -> list[Segment]:
-        """A prompt of 3, then 4, 2 and 3 tokens, with 2 of a tool before the last ones."""
-        bounds = [(0, 6, 3), (6, 8, 7), (8, 13, 11)]
+def test_the_readers_of_a_segment_decide_and_the_same_version_needs_no_other() -> None:
+    def segments(*versions: int, last: int = 2) -> list[Segment]:
+        """A prompt of 3, then 4, 2 and ``last`` tokens, with 2 of a tool before the last ones."""
+        bounds = [(0, 6, 3), (6, 8, 7), (8, 10 + last, 11)]
         return [Segment(a, b, f, "s", (v,) * b, None) for (a, b, f), v in zip(bounds, versions, strict=True)]
 
-    # Rows 0 to 2 are read by 4, 2 and 3 sampled tokens of the pieces; row 3 by 3, 2 and 3, a tie.
-    assert key_value_runs(segments(0, 1, 2)) == [(3, 6, 2), (6, 8, 2)]
-    assert key_value_runs(segments(0, 0, 0)) == []
-    assert key_value_runs(segments(0, 1, 1)) == [(3, 6, 2)]
-    assert key_value_runs([]) == []
+    # The first 6 rows are read 18 times by the first piece and 2 times each by the other two; the next 2 rows 3 times
+    # by the second piece and 2 times each by the third.
+    assert key_value_sources(segments(0, 1, 2)) == [0, 2, 2]
+    assert key_value_sources(segments(0, 1, 2, last=3)) == [2, 2, 2]
+    assert key_value_sources(segments(0, 1, 1, last=3)) == [2, 1, 2]
+    assert key_value_sources(segments(0, 0, 0, last=3)) == [0, 1, 2]
+    assert key_value_sources([]) == []
 
 
 def test_routing_comes_from_the_same_pieces(store: ShardStore) -> None:
@@ -177,9 +179,7 @@ def test_a_lost_record_costs_its_own_rows(store: ShardStore, lost: int) -> None:
     assert note is not None
     segments = read_note(note, rolled.hash)
     gone = GuidanceHandle("never written", segments[lost].stop, rolled.hash)
-    segments[lost] = Segment(
-        *[getattr(segments[lost], f) for f in ("start", "stop", "first", "sample", "versions")], gone
-    )
+    segments[lost] = replace(segments[lost], handle=gone)
     row = rolled.row(Joined({**note, "segments": [s.pack() for s in segments]}, rolled.joined.routed, None))
     micro, counts, _ = guided(store).micro_batch([row], 1)
     rows = [s.stop - s.start for s in segments]

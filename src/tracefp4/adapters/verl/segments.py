@@ -7,7 +7,7 @@ the rows whose logits chose its tokens, and before them those of the user's or a
 
 Expert inputs and routing of a row come from its owner: the pass that computed the row's logits. K and V of a row are
 read by all later rows, of every later piece, and a piece after a weight update computed them anew: no single record is
-right for all readers. They come from the piece whose sampled tokens read the row most often (docs/verl.md has figures).
+right for all readers. They come from the piece whose sampled tokens read them most often (docs/verl.md has figures).
 
 Legend: L tokens of one sequence, M layers with routed experts, K experts per token, G guided layers.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -207,12 +207,15 @@ class SegmentBuilder(MicroBatchBuilder):
         record = join_records([(len(usable), part) for part, usable in parts])
         if record is None:
             return None, None
-        if runs := key_value_runs(segments):
+        moved = [
+            (s, segments[k]) for s, k in zip(segments, key_value_sources(segments), strict=True) if s != segments[k]
+        ]
+        if moved:
             record = replace(record, sites={site: _own_memory(data) for site, data in record.sites.items()})
-        for start, stop, k in runs:
-            part, usable = self._read(t, segments[k], (start, stop), version, RowCounts())
+        for s, source in moved:
+            part, usable = self._read(t, source, (s.start, s.stop), version, RowCounts())
             if part is not None:
-                _put_key_value(record, part, usable, start)
+                _put_key_value(record, part, usable, s.start)
         return record, torch.cat([usable for _, usable in parts])
 
     def _read(
@@ -225,25 +228,21 @@ class SegmentBuilder(MicroBatchBuilder):
         return record, usable_rows(record, t, version, self.max_version_diff, counts, part[0])
 
 
-def key_value_runs(segments: Sequence[Segment]) -> list[tuple[int, int, int]]:
-    """(start, stop, index of a segment) for the rows whose K and V come from another piece than their owner.
+def key_value_sources(segments: Sequence[Segment]) -> list[int]:
+    """For each segment the index of the one whose record its rows' K and V come from: itself or a later one.
 
-    That is the one with the most readers of the row, the later of two with as many; a piece that forwarded the row
-    under the owner's own version computed the same K and V, and the owner's record serves.
+    That is the one whose sampled tokens read these rows most often, the later of two that read as often. Rows of one
+    segment stay together, since a piece is only near the rollout where nearly all that it reads is its own. A piece
+    that forwarded the rows under the same version computed the same K and V, so their owner's record serves.
     """
-    if not segments:
-        return []
-    rows = np.arange(segments[-1].stop)
-    owner = np.repeat(np.arange(len(segments)), [s.stop - s.start for s in segments])
-    readers = np.stack([s.readers(rows) for s in segments])
-    chosen = len(segments) - 1 - readers[::-1].argmax(axis=0)
-    versions = np.full(readers.shape, -1)
-    for k, s in enumerate(segments):
-        versions[k, : s.stop] = s.versions
-    chosen = np.where(versions[chosen, rows] == versions[owner, rows], owner, chosen)
-    seams = [0, *(np.flatnonzero((np.diff(chosen) != 0) | (np.diff(owner) != 0)) + 1), len(rows)]
-    runs = [(int(a), int(b), int(chosen[a])) for a, b in pairwise(seams)]
-    return [(a, b, k) for a, b, k in runs if k != owner[a]]
+    sources = []
+    for k, own in enumerate(segments):
+        rows = np.arange(own.start, own.stop)
+        reads = [int(s.readers(rows).sum()) for s in segments[k:]]
+        best = k + len(reads) - 1 - int(np.argmax(reads[::-1]))
+        same = segments[best].versions[own.start : own.stop] == own.own_versions
+        sources.append(k if same else best)
+    return sources
 
 
 def join_records(parts: Sequence[tuple[int, TrajectoryGuidance | None]]) -> TrajectoryGuidance | None:
