@@ -69,11 +69,11 @@ class GuidedAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
 
     async def _agent_loop_postprocess(
         self, output: AgentLoopOutput | list[AgentLoopOutput], validate: bool, **kwargs: Any
-    ) -> None:
+    ) -> Any:
         pieces = _gathering.get()[-1]
         for one in output if isinstance(output, list) else [output]:
             _attach(one, join_pieces([*one.prompt_ids, *one.response_ids], pieces))
-        await super()._agent_loop_postprocess(output, validate, **kwargs)
+        return await super()._agent_loop_postprocess(output, validate, **kwargs)
 
 
 def _attach(output: TokenOutput | AgentLoopOutput, joined: Joined) -> None:
