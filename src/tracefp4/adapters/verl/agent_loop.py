@@ -63,6 +63,11 @@ class PartialRolloutClient(FullyAsyncLLMServerClient, GuidedClient):
 class GuidedAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
     """verl's worker; gives each output of a session the note and the routing of the pieces that led to it."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Not inherited: Ray pickles inherited methods of a class that is an actor class itself by value, and the
+        # super() in that copy would be of a copied class, to which the worker does not belong.
+        super().__init__(*args, **kwargs)
+
     async def _run_agent_loop(self, *args: Any, **kwargs: Any) -> Any:
         with gathering():
             return await super()._run_agent_loop(*args, **kwargs)
