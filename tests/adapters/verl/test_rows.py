@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tiny import make_engine, tiny_config, tiny_model, tiny_requests, tiny_weights
-from tracefp4.adapters.verl.figures import rename_figures
+from tracefp4.adapters.verl.figures import rename_figures, segment_metrics
 from tracefp4.adapters.verl.guided import GuidedForward, Row
 from tracefp4.adapters.verl.rows import LossWatch, make_note, read_trajectory, replay_field, stack_experts
 from tracefp4.adapters.verl.settings import read_settings
@@ -178,3 +178,15 @@ def test_figures_get_their_own_names_and_shares() -> None:
         "guidance/rows": 8.0, "guidance/guided_rows": 6.0, "guidance/guided_share": 0.75, "router/rows": 0.0,
         "actor/lr": 1.0,
     }  # fmt: skip
+
+
+def test_segments_and_their_age_are_logged(tmp_path: Path) -> None:
+    (t, *_), recipe_hash = rolled_out(tmp_path)
+    note = make_note(t, recipe_hash)
+    start, stop, first, sample, _, handle = note["segments"][0]
+    parts = [[start, 4, first, sample, [[1, 4]], handle], [4, stop, first, sample, [[1, 4], [3, stop - 4]], handle]]
+    metrics = segment_metrics([note, {**note, "segments": parts}], 3)
+    assert metrics["guidance/segments_mean"] == 1.5
+    assert metrics["guidance/segments_max"] == 2
+    assert metrics["guidance/version_lag_max"] == 3
+    assert metrics["guidance/version_lag_mean"] == (3 * stop + 2 * 4) / (2 * stop)

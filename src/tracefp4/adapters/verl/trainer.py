@@ -15,7 +15,8 @@ from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.device import get_device_name
 
-from tracefp4.adapters.verl.figures import rename_figures
+from tracefp4.adapters.verl.figures import rename_figures, segment_metrics
+from tracefp4.adapters.verl.rows import FIELD
 from tracefp4.adapters.verl.settings import KEY, read_settings
 from tracefp4.align.metrics import importance_metrics, mismatch_metrics
 from tracefp4.errors import TracefpError
@@ -47,7 +48,7 @@ class _Figures(PPOTrainer):
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         batch = super()._compute_old_log_prob(batch, metrics)
-        fields = ["old_log_probs", "rollout_log_probs", "response_mask"]
+        fields = ["old_log_probs", "rollout_log_probs", "response_mask", "extra_fields"]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
         old, rollout = (_flat(data[name]) for name in fields[:2])
         mask = _flat(data["response_mask"]).bool()
@@ -55,6 +56,9 @@ class _Figures(PPOTrainer):
         cap = self.config.algorithm.rollout_correction.get("rollout_is_threshold") or 5.0
         upper = float(str(cap).rpartition("_")[2])  # verl also takes "lower_upper"
         metrics.update(importance_metrics(old[mask] - rollout[mask], upper))
+        notes = [extra[FIELD] for extra in data["extra_fields"].tolist() if FIELD in extra]
+        if notes:
+            metrics.update(segment_metrics(notes, self.global_steps - 1))
         return batch
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
