@@ -190,7 +190,7 @@ def test_without_settings_the_engine_is_verls_own(checkpoint: Path) -> None:
 
 
 def test_weights_set_aside_on_the_cpu_do_not_move_with_the_updates(checkpoint: Path, tmp_path: Path) -> None:
-    """separate_async takes old log-probs under the weights of the last synchronization; verl's copy of them is none here."""
+    """separate_async takes old log-probs under the weights of the last synchronization; on the CPU verl copies none."""
 
     def moved(kind: type) -> float:
         """How far the restored weights are from the saved ones."""

@@ -191,8 +191,27 @@ class SegmentedTrajectory(Trajectory):
     segments: tuple[Segment, ...] = field(default=())
 
 
+def key_value_sources(segments: Sequence[Segment]) -> list[int]:
+    """For each segment the index of the one whose record its rows' K and V come from: itself or a later one.
+
+    That is the one whose sampled tokens read these rows most often, the later of two that read as often. Rows of one
+    segment stay together, since a piece is only near the rollout where nearly all that it reads is its own. A piece
+    that forwarded the rows under the same version computed the same K and V, so their owner's record serves.
+    """
+    sources = []
+    for k, own in enumerate(segments):
+        rows = np.arange(own.start, own.stop)
+        reads = [int(s.readers(rows).sum()) for s in segments[k:]]
+        best = k + len(reads) - 1 - int(np.argmax(reads[::-1]))
+        same = segments[best].versions[own.start : own.stop] == own.own_versions
+        sources.append(k if same else best)
+    return sources
+
+
 class SegmentBuilder(MicroBatchBuilder):
     """Builds micro-batches of SegmentedTrajectory; a segment that cannot be read costs its own rows alone."""
+
+    sources = staticmethod(key_value_sources)
 
     def _records(
         self, batch: TrainBatch, version: int, counts: RowCounts
@@ -207,9 +226,8 @@ class SegmentBuilder(MicroBatchBuilder):
         record = join_records([(len(usable), part) for part, usable in parts])
         if record is None:
             return None, None
-        moved = [
-            (s, segments[k]) for s, k in zip(segments, key_value_sources(segments), strict=True) if s != segments[k]
-        ]
+        sources = [segments[k] for k in self.sources(segments)]
+        moved = [(s, source) for s, source in zip(segments, sources, strict=True) if source is not s]
         if moved:
             record = replace(record, sites={site: _own_memory(data) for site, data in record.sites.items()})
         for s, source in moved:
@@ -226,23 +244,6 @@ class SegmentBuilder(MicroBatchBuilder):
         if record is None:
             return None, torch.zeros(part[1] - part[0], dtype=torch.bool)
         return record, usable_rows(record, t, version, self.max_version_diff, counts, part[0])
-
-
-def key_value_sources(segments: Sequence[Segment]) -> list[int]:
-    """For each segment the index of the one whose record its rows' K and V come from: itself or a later one.
-
-    That is the one whose sampled tokens read these rows most often, the later of two that read as often. Rows of one
-    segment stay together, since a piece is only near the rollout where nearly all that it reads is its own. A piece
-    that forwarded the rows under the same version computed the same K and V, so their owner's record serves.
-    """
-    sources = []
-    for k, own in enumerate(segments):
-        rows = np.arange(own.start, own.stop)
-        reads = [int(s.readers(rows).sum()) for s in segments[k:]]
-        best = k + len(reads) - 1 - int(np.argmax(reads[::-1]))
-        same = segments[best].versions[own.start : own.stop] == own.own_versions
-        sources.append(k if same else best)
-    return sources
 
 
 def join_records(parts: Sequence[tuple[int, TrajectoryGuidance | None]]) -> TrajectoryGuidance | None:
