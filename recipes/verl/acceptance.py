@@ -40,7 +40,8 @@ def shape_overrides(shape: str) -> list[str]:
         f"trainer.n_gpus_per_node={ranks}",
         f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={max(1, 16 // int(ranks))}",
     ]
-    if mode == "separate_async":  # one rank more, for a rollout of its own
+    if mode == "separate_async":  # one rank more, for a rollout of its own; a mini-batch of 16 at a time
+        keys += [f"{rollout}.log_prob_micro_batch_size_per_gpu={max(1, 16 // int(ranks))}"]
         keys += [f"{rollout}.nnodes=1", f"{rollout}.n_gpus_per_node=1", f"{rollout}.checkpoint_engine.backend=tracefp4"]
         keys += [f"ray_kwargs.ray_init.num_gpus={int(ranks) + 1}"]
     if mode == "turns":

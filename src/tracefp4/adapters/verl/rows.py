@@ -17,12 +17,18 @@ from tracefp4.errors import TracefpError
 from tracefp4.guidance import GuidanceError
 from tracefp4.types import Trajectory
 
-__all__ = ["FIELD", "LossWatch", "make_note", "read_trajectory", "replay_field", "stack_experts"]
+__all__ = ["FIELD", "LossWatch", "make_note", "note_of", "read_trajectory", "replay_field", "stack_experts"]
 
 FIELD = "tracefp4"
 """Key of ``TokenOutput.extra_fields`` that holds a note."""
 
 _EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+def note_of(extra_fields: Any) -> Mapping[str, Any] | None:
+    """The note in one row of ``extra_fields``, however verl's tensordict wraps it; None where there is none."""
+    fields = getattr(extra_fields, "data", extra_fields)
+    return fields.get(FIELD) if isinstance(fields, Mapping) else None
 
 
 def replay_field(trajectory: Trajectory, layers: int, experts_per_token: int) -> Tensor:

@@ -16,7 +16,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.device import get_device_name
 
 from tracefp4.adapters.verl.figures import rename_figures, segment_metrics
-from tracefp4.adapters.verl.rows import FIELD
+from tracefp4.adapters.verl.rows import note_of
 from tracefp4.adapters.verl.settings import KEY, read_settings
 from tracefp4.align.metrics import importance_metrics, mismatch_metrics
 from tracefp4.errors import TracefpError
@@ -56,8 +56,7 @@ class _Figures(PPOTrainer):
         cap = self.config.algorithm.rollout_correction.get("rollout_is_threshold") or 5.0
         upper = float(str(cap).rpartition("_")[2])  # verl also takes "lower_upper"
         metrics.update(importance_metrics(old[mask] - rollout[mask], upper))
-        notes = [extra[FIELD] for extra in data["extra_fields"].tolist() if FIELD in extra]
-        if notes:
+        if notes := [note for extra in data["extra_fields"] if (note := note_of(extra)) is not None]:
             metrics.update(segment_metrics(notes, self.global_steps - 1))
         return batch
 
