@@ -126,7 +126,7 @@ class EngineHost:
 
     def _admit(self, request: Request, future: Future[Trajectory]) -> None:
         if self._rejecting:
-            future.set_result(never_ran(request))
+            future.set_result(_never_ran(request))
             return
         if self._paused:
             self._parked.append((request, future))
@@ -169,7 +169,7 @@ class EngineHost:
                 future.set_exception(error)
 
 
-def never_ran(request: Request) -> Trajectory:
+def _never_ran(request: Request) -> Trajectory:
     """What becomes of a request that was turned away: its prompt, no token, no row."""
     nothing = torch.zeros(0, dtype=torch.int32)
     rows = torch.full((len(request.prompt_ids) - 1,), -1, dtype=torch.int32)

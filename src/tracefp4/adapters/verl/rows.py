@@ -121,7 +121,8 @@ class LossWatch:
             raise GuidanceError(
                 f"guidance is lost: {self._guided} of {self._rows} rows were guided at policy version {step}, and less "
                 f"than {self._below:.0%} in {self._lost + 1} steps in a row (rows by reason: {why}); check "
-                "guidance.url on every node, or set guidance.lost_after_steps to 0 to go on without"
+                "guidance.url on every node, and that trainer.v1.trainer_mode is one of tracefp4's (verl's own "
+                "asynchronous client drops the handles), or set guidance.lost_after_steps to 0 to go on without"
             )
 
     def _is_lost(self) -> bool:
