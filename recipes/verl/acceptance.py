@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--modes", default="bf16,qat,trace")
     parser.add_argument("--shapes", default="sync:1")
     parser.add_argument("overrides", nargs="*", help="key=value for verl")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()  # overrides may follow options
     shapes = ALL if options.shapes == "all" else options.shapes.split(",")
     keys = {shape: shape_overrides(shape) for shape in shapes}
     broken = []
