@@ -15,6 +15,8 @@ class CopyingActorWorker(DetachActorWorker):
     @property
     def copy_handler(self) -> Callable[[Any], Any]:
         save = super().copy_handler
+        if self.config.actor.strategy != "fsdp2":
+            return save
 
         def copy(module: Any) -> Any:
             state, spec = save(module)
