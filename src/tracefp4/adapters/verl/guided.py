@@ -84,18 +84,22 @@ class GuidedForward:
                         "while the model was sharded"
                     )
 
-    def micro_batch(self, rows: Sequence[Row], version: int | None) -> tuple[MicroBatch, RowCounts, int]:
+    def micro_batch(
+        self, rows: Sequence[Row], version: int | None, probing: bool = False
+    ) -> tuple[MicroBatch, RowCounts, int]:
         """(guidance of a padded micro-batch, its row counts, the version it was taken at).
 
-        version: the trainer's; None takes the newest that these rows were rolled out under. Raises GuidanceError where
-        a row's recipe differs.
+        version: the trainer's; None takes the newest that these rows were rolled out under. probing: read the full
+        codes of probed rows too. Raises GuidanceError where a row's recipe differs.
         """
         trajectories = [read_trajectory(r.tokens, r.prompt_tokens, r.note, r.routed, self.recipe.hash) for r in rows]
         if version is None:
             version = max((int(t.row_versions.max()) for t in trajectories if t.num_rows), default=0)
         for row, trajectory in zip(rows, trajectories, strict=True):
             if not row.eligible:
-                trajectory.guidance = trajectory.routed_experts = None
+                trajectory.guidance = trajectory.routed_experts = trajectory.probe = None
+            if not probing:
+                trajectory.probe = None
         counts = RowCounts()
         batch = TrainBatch.collate(trajectories, self.pad_id, rows[0].tokens.device)
         micro = self.builder.build(batch, version, counts)

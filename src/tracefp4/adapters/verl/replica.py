@@ -16,7 +16,7 @@ from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
 from tracefp4.adapters.verl.host import EngineHost
 from tracefp4.adapters.verl.rows import FIELD, make_note, replay_field, stack_experts
-from tracefp4.adapters.verl.sampling import RequestSeeds, to_sampling_params
+from tracefp4.adapters.verl.sampling import Probes, RequestSeeds, to_sampling_params
 from tracefp4.adapters.verl.settings import KEY, read_settings
 from tracefp4.errors import TracefpError
 from tracefp4.guidance.disk import ShardStore, make_store
@@ -54,6 +54,7 @@ class RolloutServer:
         self.engine = RolloutEngine(hf_config, self.recipe, sizes, self.store, device)
         self.host = EngineHost(self.engine)
         self.seeds = RequestSeeds(c.seed + (0 if c.full_determinism else 1_000_003 * replica_rank))
+        self.probes = Probes(settings.probe.every, settings.probe.responses)
         eos = model.tokenizer.eos_token_id
         extra = getattr(model.generation_config, "eos_token_id", None) or []
         self.stop = () if c.ignore_eos else tuple({eos, *([extra] if isinstance(extra, int) else extra)})
@@ -81,7 +82,8 @@ class RolloutServer:
         limit = min(c.response_length, c.prompt_length + c.response_length - len(prompt))
         seed = self.seeds.next(self.engine.version, prompt)
         sampling = to_sampling_params(sampling_params, len(prompt), limit, self.max_model_len, self.stop, seed)
-        request = Request(f"{self.replica_rank}/{request_id}", prompt, sampling)
+        probe = self.probes.take(self.engine.version, prompt, sampling.temperature)
+        request = Request(f"{self.replica_rank}/{request_id}", prompt, sampling, probe)
         return self._output(await asyncio.wrap_future(self.host.submit(request)))
 
     def _output(self, t: Trajectory) -> TokenOutput:
