@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from verl.workers.utils.losses import ppo_loss
 
 from tracefp4.adapters.verl import engine as adapter
 from tracefp4.adapters.verl.figures import rename_figures
+from tracefp4.adapters.verl.probes import PROBED
 from tracefp4.adapters.verl.rows import FIELD, make_note, stack_experts
 from tracefp4.errors import TracefpError
 from tracefp4.guidance import GuidanceError
@@ -72,7 +74,8 @@ def rollout(method: str, url: Path, weights: Any, n: int = 6, probe_every: int =
     store = ShardStore(str(url))
     engine = make_engine(method, store=store, load=False)
     engine.update_weights(stack_experts(weights), 0)
-    done = engine.generate(tiny_requests(n, max_new_tokens=12, probe_every=probe_every))
+    requests = tiny_requests(n, max_new_tokens=12, probe_every=probe_every)
+    done = engine.generate([replace(r, request_id=r.request_id + PROBED) if r.probe else r for r in requests])
     assert store.close()
     return done, engine.recipe.hash
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tracefp4.adapters.verl.sampling import Probes, RequestSeeds, to_sampling_params
+from tracefp4.adapters.verl.sampling import RequestSeeds, to_sampling_params
 from tracefp4.adapters.verl.settings import read_settings
 from tracefp4.adapters.verl.versions import check_verl_version
 from tracefp4.errors import TracefpError
@@ -72,15 +72,6 @@ def test_probes_need_a_folder_that_both_sides_reach() -> None:
     with pytest.raises(TracefpError, match=r"probe\.every needs .*guidance\.url"):
         settings(method="qat", probe={"every": 1})
     assert settings(method="bf16", probe={"every": 1}).probe.every == 1
-
-
-def test_probes_are_of_distinct_prompts_under_every_nth_version() -> None:
-    probes = Probes(every=2, responses=2)
-    assert [probes.take(0, (i // 2,), 1.0) for i in range(6)] == [True, False, True, False, False, False]
-    assert not probes.take(1, (0,), 1.0)
-    assert not probes.take(2, (0,), 0.0)  # greedy
-    assert probes.take(2, (0,), 1.0)
-    assert not Probes(every=0, responses=2).take(0, (0,), 1.0)
 
 
 def test_the_compute_dtype_is_the_rollouts_unless_the_method_is_about_it() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tracefp4.adapters.verl.probes import probe_handle
 from tracefp4.adapters.verl.rows import LossWatch, read_trajectory
 from tracefp4.adapters.verl.settings import AdapterSettings
 from tracefp4.errors import TracefpError
@@ -97,9 +98,9 @@ class GuidedForward:
             version = max((int(t.row_versions.max()) for t in trajectories if t.num_rows), default=0)
         for row, trajectory in zip(rows, trajectories, strict=True):
             if not row.eligible:
-                trajectory.guidance = trajectory.routed_experts = trajectory.probe = None
-            if not probing:
-                trajectory.probe = None
+                trajectory.guidance = trajectory.routed_experts = None
+            elif probing:
+                trajectory.probe = probe_handle(trajectory, self.recipe.hash)
         counts = RowCounts()
         batch = TrainBatch.collate(trajectories, self.pad_id, rows[0].tokens.device)
         micro = self.builder.build(batch, version, counts)

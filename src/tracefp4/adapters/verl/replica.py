@@ -15,8 +15,9 @@ from verl.workers.config import RolloutConfig as VerlRolloutConfig
 from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
 from tracefp4.adapters.verl.host import EngineHost
+from tracefp4.adapters.verl.probes import PROBED, Probes
 from tracefp4.adapters.verl.rows import FIELD, make_note, replay_field, stack_experts
-from tracefp4.adapters.verl.sampling import Probes, RequestSeeds, to_sampling_params
+from tracefp4.adapters.verl.sampling import RequestSeeds, to_sampling_params
 from tracefp4.adapters.verl.settings import KEY, read_settings
 from tracefp4.errors import TracefpError
 from tracefp4.guidance.disk import ShardStore, make_store
@@ -83,7 +84,8 @@ class RolloutServer:
         seed = self.seeds.next(self.engine.version, prompt)
         sampling = to_sampling_params(sampling_params, len(prompt), limit, self.max_model_len, self.stop, seed)
         probe = self.probes.take(self.engine.version, prompt, sampling.temperature)
-        request = Request(f"{self.replica_rank}/{request_id}", prompt, sampling, probe)
+        name = f"{self.replica_rank}/{request_id}{PROBED if probe else ''}"
+        request = Request(name, prompt, sampling, probe)
         return self._output(await asyncio.wrap_future(self.host.submit(request)))
 
     def _output(self, t: Trajectory) -> TokenOutput:

@@ -26,21 +26,12 @@ _EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 def make_note(trajectory: Trajectory, recipe_hash: str) -> dict[str, Any]:
     """What travels with a response: plain values that pickle, and the handle in place of the guidance.
 
-    versions: runs of (policy version, rows) over all rows. guidance, probe: [sample id, rows, recipe hash, bytes] or
-    None.
+    versions: runs of (policy version, rows) over all rows. guidance: [sample id, rows, recipe hash, bytes] or None.
     """
+    handle = trajectory.guidance
     runs = [[version, len(list(rows))] for version, rows in groupby(trajectory.row_versions.tolist())]
-    return {
-        "recipe": recipe_hash,
-        "sample": trajectory.request_id,
-        "versions": runs,
-        "guidance": _plain(trajectory.guidance),
-        "probe": _plain(trajectory.probe),
-    }
-
-
-def _plain(handle: GuidanceHandle | None) -> list[Any] | None:
-    return None if handle is None else [handle.sample_id, handle.rows, handle.recipe_hash, handle.nbytes]
+    guidance = None if handle is None else [handle.sample_id, handle.rows, handle.recipe_hash, handle.nbytes]
+    return {"recipe": recipe_hash, "sample": trajectory.request_id, "versions": runs, "guidance": guidance}
 
 
 def replay_field(trajectory: Trajectory, layers: int, experts_per_token: int) -> Tensor:
@@ -61,7 +52,7 @@ def read_trajectory(
     """
     ids = tokens.tolist()
     rows = len(ids) - 1
-    handle, probe, versions, sample = None, None, torch.full((rows,), -1, dtype=torch.int32), "unknown"
+    handle, versions, sample = None, torch.full((rows,), -1, dtype=torch.int32), "unknown"
     if note is not None:
         if note["recipe"] != recipe_hash:
             raise GuidanceError(
@@ -70,7 +61,6 @@ def read_trajectory(
             )
         sample = str(note["sample"])
         handle = GuidanceHandle(*note["guidance"]) if note["guidance"] is not None else None
-        probe = GuidanceHandle(*note["probe"]) if note.get("probe") is not None else None
         runs = [version for version, count in note["versions"] for _ in range(count)]
         if len(runs) == rows:
             versions = torch.tensor(runs, dtype=torch.int32)
@@ -85,7 +75,6 @@ def read_trajectory(
         routed_experts=None if routed is None or note is None or (rows and versions[0] < 0) else routed[:rows].cpu(),
         finish_reason="stop",
         guidance=handle,
-        probe=probe,
         advantage=0.0,
     )
 

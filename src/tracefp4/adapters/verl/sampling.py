@@ -69,26 +69,3 @@ class RequestSeeds:
         self._seen[key] += 1
         text = f"{self._base}|{version}|{key}|{self._seen[key]}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
-
-
-class Probes:
-    """Which requests of a replica keep their full codes: the first of each of ``responses`` prompts, under every
-    ``every``-th policy version. Greedy requests never do: verl's validation is greedy, and its responses are not
-    trained."""
-
-    def __init__(self, every: int, responses: int) -> None:
-        self._every, self._responses = every, responses
-        self._version = -1
-        self._taken: set[tuple[int, ...]] = set()
-
-    def take(self, version: int, prompt: Sequence[int], temperature: float) -> bool:
-        if not self._every or version % self._every or temperature == 0:
-            return False
-        if version != self._version:
-            self._version = version
-            self._taken.clear()
-        key = tuple(prompt)
-        if key in self._taken or len(self._taken) >= self._responses:
-            return False
-        self._taken.add(key)
-        return True
