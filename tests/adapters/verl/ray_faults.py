@@ -13,7 +13,6 @@ from typing import Any
 import ray
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 
-from tracefp4.adapters.verl.replica import server_name
 from tracefp4.adapters.verl.trainer import TracefpTrainerSync
 
 
@@ -30,6 +29,10 @@ class _Fault(TracefpTrainerSync):
 @register_trainer("fault_replica")
 class ReplicaDies(_Fault):
     def strike(self) -> None:
+        from tracefp4.adapters.verl.replica import (
+            server_name,
+        )  # not above: the server's process imports verl from there
+
         ray.kill(ray.get_actor(server_name(0)))
 
 

@@ -55,9 +55,11 @@ def run(folder: Path, *overrides: str, mode: str = "tracefp4_sync") -> Run:
         try:
             code = job.wait(LIMIT_SECONDS)
         except subprocess.TimeoutExpired:
-            os.killpg(job.pid, signal.SIGKILL)
-            job.wait()
             raise AssertionError(f"no end after {LIMIT_SECONDS} s:\n{log.read_text()[-3000:]}") from None
+        finally:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGKILL)
+                job.wait()
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     text = re.sub(r"\x1b\[[0-9;]*m|\([^()]* pid=\d+\)\s?", "", log.read_text())
     return Run(code, text, {line["step"]: line["data"] for line in lines if DIFF in line["data"]})
