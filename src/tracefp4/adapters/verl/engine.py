@@ -197,8 +197,8 @@ def _check_loss(settings: AdapterSettings, beside: losses.Beside) -> None:
     if wanted != losses.STOCK and not beside.called:
         raise TracefpError(
             f"method {settings.method} trains by its own loss, which was not called: set "
-            f"actor_rollout_ref.actor.policy_loss.loss_mode={wanted}, or trainer.v1.trainer_mode=tracefp4_sync, which "
-            "sets it"
+            f"actor_rollout_ref.actor.policy_loss.loss_mode={wanted}, or a trainer.v1.trainer_mode of this package, "
+            "such as tracefp4_sync, which sets it"
         )
 
 

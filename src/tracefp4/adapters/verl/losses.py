@@ -88,8 +88,8 @@ def policy_loss(
     loss = make_loss(
         name,
         TrainConfig(
-            clip_low=config.clip_ratio_low,
-            clip_high=config.clip_ratio_high,
+            clip_low=config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low,
+            clip_high=config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high,
             tbpo=settings.tbpo,
             triage=settings.triage,
         ),
