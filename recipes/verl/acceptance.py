@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--modes", default="bf16,qat,trace")
     parser.add_argument("overrides", nargs="*", help="key=value for verl")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()  # overrides may follow options
     steps: dict[str, list[dict[str, float]]] = {}
     print(f"{'mode':12}{'steps':>6}{'mean |dlogp|':>14}{'over bf16':>9}{'guided':>12}   reward")
     for mode in options.modes.split(","):

@@ -266,9 +266,9 @@ def test_without_probes_only_routing_is_compared(checkpoint: Path, tmp_path: Pat
 def test_a_checkpoint_knows_its_recipe(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     engine = make_verl_engine(checkpoint, "trace-all", tmp_path / "g")
     saved = tmp_path / "actor"
-    engine.save_checkpoint(str(saved), global_step=7)
+    engine.save_checkpoint(str(saved), None, 7, None)  # as verl's worker calls it
     assert json.loads((saved / "tracefp4.json").read_text())["version"] == 7
-    make_verl_engine(checkpoint, "trace-all", tmp_path / "g").load_checkpoint(str(saved))
+    make_verl_engine(checkpoint, "trace-all", tmp_path / "g").load_checkpoint(str(saved), None, False)
     assert "policy version 7 goes on under method trace-all" in capsys.readouterr().out
     other = make_verl_engine(checkpoint, "qat", tmp_path / "g")
     with pytest.raises(TracefpError, match=r"trained by method trace-all under recipe .* now says method qat"):

@@ -137,9 +137,9 @@ class TracefpFSDPEngine(FSDPEngineWithLMHead):
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def save_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, **kwargs: Any
+        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, *args: Any, **kwargs: Any
     ) -> None:
-        super().save_checkpoint(local_path, hdfs_path, global_step, **kwargs)
+        super().save_checkpoint(local_path, hdfs_path, global_step, *args, **kwargs)
         if self.guided is not None and self.rank == 0:
             assert self._settings is not None
             checkpoint.write(local_path, self._settings.method, self.guided.recipe.hash, global_step)
