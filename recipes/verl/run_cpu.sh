@@ -14,6 +14,7 @@ SUMS_DATA=$SUMS_OUT/data
 SUMS_MODEL=$("$PYTHON" -c 'from tracefp4.assets import builtin_model_path; print(builtin_model_path("sums-moe"))')
 export SUMS_RECIPE SUMS_OUT SUMS_DATA SUMS_MODEL
 [ -f "$SUMS_DATA/test.parquet" ] || "$PYTHON" "$SUMS_RECIPE/sums_data.py" "$SUMS_DATA"
+export PYTHONPATH="$SUMS_RECIPE${PYTHONPATH:+:$PYTHONPATH}"     # the agent loop of agents.yaml
 export VERL_PLATFORM=cpu                                        # the CPU platform of the plugin
 # As an entry point the plugin's errors would only be logged.
 export VERL_USE_EXTERNAL_MODULES="${VERL_USE_EXTERNAL_MODULES:-tracefp4.adapters.verl.plugin}"

@@ -11,12 +11,12 @@ import signal
 from typing import Any
 
 import ray
-from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 
-from tracefp4.adapters.verl.trainer import TracefpTrainerSync
+from tracefp4.adapters.verl.trainer import TracefpTrainerColocateAsync, TracefpTrainerSync
 
 
-class _Fault(TracefpTrainerSync):
+class _Fault(PPOTrainer):
     def on_sample_begin(self) -> None:
         super().on_sample_begin()
         if self.global_steps == 2:
@@ -26,8 +26,7 @@ class _Fault(TracefpTrainerSync):
         raise NotImplementedError
 
 
-@register_trainer("fault_replica")
-class ReplicaDies(_Fault):
+class _ReplicaDies(_Fault):
     def strike(self) -> None:
         from tracefp4.adapters.verl.replica import (
             server_name,
@@ -36,14 +35,24 @@ class ReplicaDies(_Fault):
         ray.kill(ray.get_actor(server_name(0)))
 
 
+@register_trainer("fault_replica")
+class ReplicaDies(_ReplicaDies, TracefpTrainerSync):
+    pass
+
+
+@register_trainer("fault_replica_async")
+class ReplicaDiesAsync(_ReplicaDies, TracefpTrainerColocateAsync):
+    pass
+
+
 @register_trainer("fault_worker")
-class WorkerDies(_Fault):
+class WorkerDies(_Fault, TracefpTrainerSync):
     def strike(self) -> None:
         self.actor_rollout_wg.workers[0].__ray_call__.remote(_kill_itself)
 
 
 @register_trainer("fault_store")
-class StoreIsRemoved(_Fault):
+class StoreIsRemoved(_Fault, TracefpTrainerSync):
     def strike(self) -> None:
         shutil.rmtree(self.config.actor_rollout_ref.model.override_config.tracefp4.guidance.url)
 

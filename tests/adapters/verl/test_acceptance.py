@@ -53,7 +53,7 @@ def test_overrides_may_follow_options(monkeypatch: pytest.MonkeyPatch, tmp_path:
     asked = []
 
     def run(folder: Path, mode: str, steps: int, overrides: list[str]) -> list[dict[str, float]]:
-        asked.append((mode, steps, overrides))
+        asked.append((mode, steps, overrides[-2:]))
         return lines(0.001)
 
     monkeypatch.setattr(acceptance, "run", run)
@@ -75,3 +75,21 @@ def test_steps_are_read_from_verls_file_logger(tmp_path: Path) -> None:
 )
 def test_the_reward_of_running_sums(text: str, score: float) -> None:
     assert reward.compute_score("running_sums", text, "41") == score
+
+
+def test_differences_of_asynchronous_shapes_are_not_compared_but_their_guided_rows_are() -> None:
+    steps = {"bf16": lines(0.001), "trace": lines(0.9, 0.98)}
+    (sentence,) = acceptance.broken_bounds(steps, lagging=True)
+    assert sentence.startswith("trace: only 98.00%")
+
+
+def test_a_shape_is_a_mode_and_ranks() -> None:
+    for shape in acceptance.ALL:
+        keys = acceptance.shape_overrides(shape)
+        mode, _, ranks = shape.partition(":")
+        assert f"trainer.n_gpus_per_node={ranks}" in keys
+        assert ("ray_kwargs.ray_init.num_gpus=3" in keys) == (shape == "separate_async:2")
+        assert any("agents.yaml" in key for key in keys) == (mode == "turns")
+    for shape in ("sync", "async:1", "sync:0", "sync:x"):
+        with pytest.raises(SystemExit, match="is no shape"):
+            acceptance.shape_overrides(shape)

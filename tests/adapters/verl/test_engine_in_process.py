@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ os.environ.setdefault("VERL_PLATFORM", "cpu")
 pytest.importorskip("verl")
 
 from tensordict import TensorDict
+from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -27,6 +29,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.utils.losses import ppo_loss
 
 from tracefp4.adapters.verl import engine as adapter
+from tracefp4.adapters.verl.detached import CopyingActorWorker
 from tracefp4.adapters.verl.figures import rename_figures
 from tracefp4.adapters.verl.probes import PROBED
 from tracefp4.adapters.verl.rows import FIELD, make_note, stack_experts
@@ -279,3 +282,28 @@ def test_a_checkpoint_knows_its_recipe(checkpoint: Path, tmp_path: Path, capsys:
     (saved / "tracefp4.json").unlink()
     other.load_checkpoint(str(saved))
     assert "trained without tracefp4 goes on under method qat" in capsys.readouterr().out
+
+
+def test_weights_set_aside_on_the_cpu_do_not_move_with_the_updates(checkpoint: Path, tmp_path: Path) -> None:
+    """separate_async takes old log-probs under the weights of the last synchronization; on the CPU verl copies none."""
+
+    def moved(kind: type) -> float:
+        """How far the restored weights are from the saved ones."""
+        worker: Any = kind.__new__(kind)
+        worker.config = SimpleNamespace(actor=SimpleNamespace(strategy="fsdp2"))
+        worker._strategy_handlers = None
+        worker.actor = SimpleNamespace(engine=make_verl_engine(checkpoint, "bf16", tmp_path / "g"))
+        norm = worker.actor.engine.module.model.norm.weight
+        before = norm.full_tensor().detach().clone()
+        worker.save_model_to_cpu(0)
+        with torch.no_grad():
+            norm.add_(1.0)
+        worker.save_model_to_cpu(1)
+        worker.restore_model_from_cpu(0)
+        distance = float((norm.full_tensor() - before).abs().max().detach())
+        worker.restore_model_from_cpu(1)
+        assert torch.equal(norm.full_tensor(), before + 1.0)
+        return distance
+
+    assert moved(CopyingActorWorker) == 0.0
+    assert moved(DetachActorWorker) == 1.0  # where this fails, verl copies, and CopyingActorWorker may go

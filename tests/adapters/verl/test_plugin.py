@@ -14,6 +14,7 @@ os.environ.setdefault("VERL_PLATFORM", "cpu")
 pytest.importorskip("verl")
 
 import verl
+from verl.checkpoint_engine import CheckpointEngineRegistry
 from verl.plugin.platform import PlatformRegistry, get_platform
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.trainer.ppo.v1 import get_trainer_cls
@@ -28,7 +29,11 @@ from tracefp4.errors import TracefpError
 def test_everything_is_registered_under_its_name() -> None:
     assert get_rollout_replica_class("tracefp4").__name__ == "TracefpReplica"
     assert get_rollout_class("tracefp4").__name__ == "ServerAdapter"
-    assert get_trainer_cls("tracefp4_sync").__name__ == "TracefpTrainerSync"
+    for mode in ("sync", "colocate_async", "separate_async"):
+        ours, stock = get_trainer_cls(f"tracefp4_{mode}"), get_trainer_cls(mode)
+        assert issubclass(ours, stock)
+        assert ours is not stock
+    assert CheckpointEngineRegistry.get("tracefp4").__name__ == "RayCheckpointEngine"
     assert EngineRegistry.get_engine_cls("language_model", "fsdp2") is engine.TracefpFSDPEngine
 
 

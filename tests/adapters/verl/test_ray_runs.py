@@ -109,10 +109,12 @@ def test_a_checkpoint_is_not_continued_under_another_recipe(four_steps: tuple[Pa
     assert resumed.steps == {}
 
 
-def test_a_dead_replica_ends_the_run_by_name(tmp_path: Path) -> None:
-    broken = run(tmp_path, "trainer.total_training_steps=3", mode="fault_replica")
+@pytest.mark.parametrize("mode", ["fault_replica", "fault_replica_async"])
+def test_a_dead_replica_ends_the_run_by_name(mode: str, tmp_path: Path) -> None:
+    """The asynchronous mode replaces failed groups one by one, and must not do so for ever."""
+    broken = run(tmp_path, "trainer.total_training_steps=3", "data.gen_batch_size=1", mode=mode)
     assert broken.code != 0
-    assert "TracefpError: 1 of the rollout servers of rollout.name=tracefp4 died" in broken.text
+    assert "TracefpError: 1 of 1 rollout servers of rollout.name=tracefp4 died" in broken.text
     assert sorted(broken.steps) == [1]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,7 +13,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from tracefp4.adapters.verl import checkpoint, losses
 from tracefp4.adapters.verl.figures import SUM, WEIGHT
 from tracefp4.adapters.verl.guided import GuidedForward, Row
-from tracefp4.adapters.verl.rows import FIELD
+from tracefp4.adapters.verl.rows import note_of
 from tracefp4.adapters.verl.settings import AdapterSettings, read_settings
 from tracefp4.errors import TracefpError
 from tracefp4.nn import SiteObserver
@@ -161,15 +160,10 @@ def read_rows(micro_batch: Any) -> list[Row]:
     prompts = micro_batch["prompts"].offsets().diff().tolist()
     taught = [bool(mask.any()) for mask in micro_batch["loss_mask"].unbind()]
     extra = micro_batch.get("extra_fields", None)
-    notes = [_note(extra[i]) for i in range(len(tokens))] if extra is not None else [None] * len(tokens)
+    notes = [note_of(extra[i]) for i in range(len(tokens))] if extra is not None else [None] * len(tokens)
     routed = micro_batch.get("routed_experts", None)
     experts = [None] * len(tokens) if routed is None else list(routed.unbind())
     return [Row(*fields) for fields in zip(tokens, prompts, notes, experts, taught, strict=True)]
-
-
-def _note(extra: Any) -> Mapping[str, Any] | None:
-    fields = getattr(extra, "data", extra)
-    return fields.get(FIELD) if isinstance(fields, Mapping) else None
 
 
 def _refuse_unsupported(model_config: Any, engine_config: Any) -> None:

@@ -6,7 +6,10 @@ NAME/sum and NAME/weight, and are divided here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from tracefp4.adapters.verl.segments import Segment
 
 SUM, WEIGHT = "/sum", "/weight"
 _OURS = ("guidance", "router", "tbpo", "triage", "code_mismatch", "scale_mismatch", "d_act")
@@ -26,3 +29,18 @@ def rename_figures(metrics: dict[str, Any]) -> None:
     ):
         if metrics.get(rows):
             metrics[share] = metrics[part] / metrics[rows]
+
+
+def segment_metrics(notes: Sequence[Mapping[str, Any]], version: int) -> dict[str, float]:
+    """Into how many pieces responses were generated, and how old the weights of their rows are.
+
+    notes: of the batch's sequences (at least one). version: the trainer's.
+    """
+    pieces = [[Segment.unpack(packed) for packed in note["segments"]] for note in notes]
+    lags = [version - v for segments in pieces for s in segments for v in s.own_versions]
+    return {
+        "guidance/segments_mean": sum(map(len, pieces)) / len(pieces),
+        "guidance/segments_max": float(max(map(len, pieces))),
+        "guidance/version_lag_mean": sum(lags) / max(len(lags), 1),
+        "guidance/version_lag_max": float(max(lags, default=0)),
+    }

@@ -15,13 +15,14 @@ from transformers import PreTrainedModel
 
 from tracefp4.adapters.verl.probes import probe_handle
 from tracefp4.adapters.verl.rows import LossWatch, read_trajectory
+from tracefp4.adapters.verl.segments import SegmentBuilder
 from tracefp4.adapters.verl.settings import AdapterSettings
 from tracefp4.errors import TracefpError
 from tracefp4.guidance.disk import make_store
 from tracefp4.nn import MicroBatch, prepare_model
 from tracefp4.nn.attention import ATTENTION_NAME
 from tracefp4.nn.experts import EXPERTS_NAME
-from tracefp4.train.slices import MicroBatchBuilder, RowCounts
+from tracefp4.train.slices import RowCounts
 from tracefp4.types import SITES, TrainBatch
 
 
@@ -54,7 +55,7 @@ class GuidedForward:
         self.moe_layers = tuple(i for i, layer in enumerate(decoder.layers) if hasattr(layer.mlp, "experts"))
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         kv = config.num_key_value_heads * head
-        self.builder = MicroBatchBuilder(
+        self.builder = SegmentBuilder(
             make_store(settings.guidance),
             self.recipe,
             self.forward.guided,
@@ -98,7 +99,7 @@ class GuidedForward:
             version = max((int(t.row_versions.max()) for t in trajectories if t.num_rows), default=0)
         for row, trajectory in zip(rows, trajectories, strict=True):
             if not row.eligible:
-                trajectory.guidance = trajectory.routed_experts = None
+                trajectory.segments, trajectory.routed_experts = (), None
             elif probing:
                 trajectory.probe = probe_handle(trajectory, self.recipe.hash)
         counts = RowCounts()

@@ -9,18 +9,30 @@ import ray
 import torch
 import transfer_queue as tq
 from omegaconf import open_dict
+from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, PPOTrainer, register_trainer
+from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
+from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils.device import get_device_name
 
-from tracefp4.adapters.verl.figures import rename_figures
+from tracefp4.adapters.verl.figures import rename_figures, segment_metrics
 from tracefp4.adapters.verl.losses import select_loss
+from tracefp4.adapters.verl.rows import note_of
 from tracefp4.adapters.verl.settings import KEY, read_settings
 from tracefp4.align.metrics import importance_metrics, mismatch_metrics
 from tracefp4.errors import TracefpError
 
+MANAGER = "tracefp4.adapters.verl.agent_loop.GuidedAgentLoopManager"
+"""Value of ``actor_rollout_ref.rollout.agent.agent_loop_manager_class``."""
+
+# A Ray worker that unpickles a class of ours imports that class's module first, the module imports verl, and verl
+# loads the plugin, which imports this module: so what Ray pickles (clients, workers) is imported where it is used.
+
 
 class _Figures(PPOTrainer):
-    """What a mode adds: METHODS' metrics, and a check of the settings before anything is started."""
+    """What a mode adds: METHODS' metrics, a check of the settings before anything is started, and the agent-loop
+    manager that carries the handles, unless the config names one."""
 
     stock_mode: str
 
@@ -34,20 +46,30 @@ class _Figures(PPOTrainer):
             if chosen := select_loss(config, settings.mode):
                 print(f"tracefp4: method {settings.method} sets actor_rollout_ref.actor: {chosen}")
             config.trainer.v1.trainer_mode = self.stock_mode  # verl compares it with its own names
+            agent = config.actor_rollout_ref.rollout.agent
+            agent.agent_loop_manager_class = agent.get("agent_loop_manager_class") or MANAGER
         super().__init__(config)
 
     def fit(self, agent_loop_manager: Any) -> None:
-        """Raises TracefpError, naming the replica, where verl stopped because a rollout server had died."""
+        """Raises TracefpError where verl stopped because a rollout server had died."""
         try:
             super().fit(agent_loop_manager)
         except Exception as error:
-            managers = self._rollout_server_managers()
-            if dead := dead_servers([server for m in managers for server in m.server_handles]):
-                raise TracefpError(
-                    f"{dead} of the rollout servers of rollout.name=tracefp4 died (the node's Ray logs say why; often "
-                    "it is memory): start again with trainer.resume_mode=auto"
-                ) from error
+            self._check_servers(error)
             raise
+
+    def _add_prompts_to_generate(self, num_prompts: int) -> Any:
+        self._check_servers()  # of a dead server every prompt fails, and verl would replace them for ever
+        return super()._add_prompts_to_generate(num_prompts)
+
+    def _check_servers(self, error: Exception | None = None) -> None:
+        """Raises TracefpError where rollout servers died, because of ``error``."""
+        servers = [server for manager in self._rollout_server_managers() for server in manager.server_handles]
+        if dead := dead_servers(servers):
+            raise TracefpError(
+                f"{dead} of {len(servers)} rollout servers of rollout.name=tracefp4 died (the node's Ray logs say why; "
+                "often it is memory): start again with trainer.resume_mode=auto"
+            ) from error
 
     def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         wanted = self.config.data.train_batch_size // self.parameter_sync_step * self.config.actor_rollout_ref.rollout.n
@@ -59,7 +81,7 @@ class _Figures(PPOTrainer):
         correction = self.config.algorithm.rollout_correction
         if correction.get("bypass_mode", False):
             return batch  # old log-probs are the rollout's: there is no distance to see
-        fields = ["old_log_probs", "rollout_log_probs", "response_mask"]
+        fields = ["old_log_probs", "rollout_log_probs", "response_mask", "extra_fields"]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
         old, rollout = (_flat(data[name]) for name in fields[:2])
         mask = _flat(data["response_mask"]).bool()
@@ -67,6 +89,8 @@ class _Figures(PPOTrainer):
         cap = correction.get("rollout_is_threshold") or 5.0
         upper = float(str(cap).rpartition("_")[2])  # verl also takes "lower_upper"
         metrics.update(importance_metrics(old[mask] - rollout[mask], upper))
+        if notes := [note for extra in data["extra_fields"] if (note := note_of(extra)) is not None]:
+            metrics.update(segment_metrics(notes, self.global_steps - 1))
         return batch
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
@@ -95,7 +119,42 @@ def _flat(nested: Any) -> torch.Tensor:
 class TracefpTrainerSync(_Figures, PPOTrainerSync):
     stock_mode = "sync"
 
+    def get_llm_client(self) -> Any:
+        from tracefp4.adapters.verl.agent_loop import GuidedClient
+
+        return self.llm_server_manager.get_client(client_cls=GuidedClient)
+
+
+class TracefpTrainerColocateAsync(_Figures, PPOTrainerColocateAsync):
+    stock_mode = "colocate_async"
+
+    def get_llm_client(self) -> Any:
+        from tracefp4.adapters.verl.agent_loop import PartialRolloutClient
+
+        return self.llm_server_manager.get_client(client_cls=PartialRolloutClient)
+
+
+class TracefpTrainerSeparateAsync(_Figures, PPOTrainerSeparateAsync):
+    stock_mode = "separate_async"
+
+    def get_llm_client(self) -> Any:
+        from tracefp4.adapters.verl.agent_loop import PartialRolloutClient
+
+        return self.standalone_server_manager.get_client(client_cls=PartialRolloutClient)
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        if get_device_name() == "cpu":
+            from tracefp4.adapters.verl.detached import CopyingActorWorker
+
+            copying = ray.remote(CopyingActorWorker)
+            for role, worker in self.role_worker_mapping.items():
+                if worker.__ray_actor_class__ is DetachActorWorker:
+                    self.role_worker_mapping[role] = copying
+
 
 def register() -> None:
-    if "tracefp4_sync" not in TRAINER_REGISTRY:
-        register_trainer("tracefp4_sync")(TracefpTrainerSync)
+    for trainer in (TracefpTrainerSync, TracefpTrainerColocateAsync, TracefpTrainerSeparateAsync):
+        name = f"tracefp4_{trainer.stock_mode}"
+        if name not in TRAINER_REGISTRY:
+            register_trainer(name)(trainer)
