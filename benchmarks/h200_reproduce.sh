@@ -27,7 +27,7 @@ set -uo pipefail
 experiment=$1 out=$2 pack=${3:--}
 shift $(($# < 3 ? $# : 3))
 folder=runs/reproduce/$experiment
-tracefp4() { PYTHONPATH=src "${PYTHON:-python3}" -m tracefp4 "$@"; }
+tracefp4() { PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}" "${PYTHON:-python3}" -m tracefp4 "$@"; }
 
 mkdir -p "$out"
 if [ "$pack" != - ] && [ ! -e "$folder/plan.json" ]; then

@@ -167,32 +167,48 @@ def checks(driver: Driver) -> list[str]:
     return check_all(torch.device(driver.device))
 
 
+def measure_step(driver: Driver) -> None:
+    driver.part("checks", lambda: checks(driver))
+    driver.part("training step", lambda: bench_train(driver))
+    driver.part("tests", lambda: tests(driver))
+
+
+def compare(driver: Driver, prompts: int, step_too: bool) -> None:
+    """The GPU's parts in a row while the CPU works; what is left at the end is the wait for it."""
+    few = f"sampling.prompts_per_step={prompts}"
+    process: list[subprocess.Popen[bytes]] = []
+    driver.part("start", lambda: process.append(start_on_cpu(driver, prompts)))
+    if step_too:
+        measure_step(driver)
+    driver.part("gpu, few prompts", lambda: on_gpu(driver, "gpu-few", 4, "method.name=trace", few))
+    for method in ("trace", "bf16"):
+        settings = f"method.name={method}"
+        driver.part(f"gpu, whole step, {method}", lambda: on_gpu(driver, f"gpu-{method}", 4, settings))  # noqa: B023
+    if process:
+        driver.part("cpu, few prompts", lambda: finish_cpu(driver, process[0]))
+    driver.part("compared", lambda: compared(driver))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=290)
     parser.add_argument("--cpu-prompts", type=int, default=8)
     parser.add_argument("--commit", help="commit of this copy, where there is no git checkout")
+    parser.add_argument("--only", choices=["step", "compare"], help="the training step, or the comparison with the CPU")
     parser.add_argument("--dry", action="store_true")
     args = parser.parse_args()
     driver = Driver(args.out.absolute(), args.seconds, args.dry)
     driver.commit = args.commit or driver.summary["provenance"]["commit"]
     driver.summary["provenance"]["commit"] = driver.commit
-    few = f"sampling.prompts_per_step={args.cpu_prompts}"
-    process: list[subprocess.Popen[bytes]] = []
-    driver.part("start", lambda: process.append(start_on_cpu(driver, args.cpu_prompts)))
-    driver.part("checks", lambda: checks(driver))
-    driver.part("training step", lambda: bench_train(driver))
-    driver.part("gpu, few prompts", lambda: on_gpu(driver, "gpu-few", 4, "method.name=trace", few))
-    whole = "gpu, whole step, "
-    driver.part(whole + "trace", lambda: on_gpu(driver, "gpu-trace", 4, "method.name=trace"))
-    if process:
-        driver.part("cpu, few prompts", lambda: finish_cpu(driver, process[0]))
-    driver.part("compared", lambda: compared(driver))
-    driver.part(whole + "bf16", lambda: on_gpu(driver, "gpu-bf16", 4, "method.name=bf16"))
-    driver.part("tests", lambda: tests(driver))
+    if args.only != "step":
+        compare(driver, args.cpu_prompts, args.only is None)
+    else:
+        measure_step(driver)
     step = driver.summary.get("training step") or {"targets": [{"met": False}]}
-    met = [t["met"] for t in step["targets"]] + [(driver.summary.get("compared") or {"met": False})["met"]]
+    met = [t["met"] for t in step["targets"]] if args.only != "compare" else []
+    if args.only != "step":
+        met.append((driver.summary.get("compared") or {"met": False})["met"])
     print(json.dumps({k: v for k, v in driver.summary.items() if k != "provenance"}, indent=1))
     return int(bool(driver.summary["failed"]) or not all(met))
 

@@ -2,8 +2,9 @@
 
     python benchmarks/larger_policy.py OUT_DIR    # of recipes/large.toml: OUT_DIR is runs/large-policy
 
-Twice the hidden size, heads, experts (and experts per token) and expert width, and two more layers. Every width holds
-its weights twice, halved where they are summed, and the new layers add little, so that the function is nearly the
+Twice the hidden size, heads, head_dim, experts (and experts per token) and expert width, and two more layers. Every
+width holds its weights twice, halved where they are summed, but for a head's: the new ones are zeros between the old,
+which thus keep their frequencies of rotation. The new layers add little, so that the function is nearly the
 built-in one's; 2 % of noise on every weight makes the copies differ.
 """
 
@@ -35,18 +36,29 @@ def halves(w: Tensor) -> Tensor:
     return twice(w, -1) / 2
 
 
-def grown_layer(name: str, w: Tensor) -> Tensor:
+def wider_heads(w: Tensor, head_dim: int) -> Tensor:
+    """[heads * head_dim, ...] -> [heads * 2 head_dim, ...]: a zero behind every value."""
+    heads = w.view(-1, head_dim, *w.shape[1:])
+    return torch.stack([heads, torch.zeros_like(heads)], dim=2).reshape(2 * len(w), *w.shape[1:])
+
+
+def grown_layer(name: str, w: Tensor, head_dim: int) -> Tensor:
     """A weight of a decoder layer at twice the widths. name: after `model.layers.N.`."""
     if name.endswith("layernorm.weight"):
         return twice(w, 0)
     if name.endswith(("q_norm.weight", "k_norm.weight")):
-        return w
+        # Zeros halve the mean square, which makes q k^T twice as large; attention divides by sqrt(2) more.
+        return wider_heads(w, head_dim) * 2**-0.25
+    if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+        return halves(twice(wider_heads(w, head_dim), 0))
+    if name.endswith("o_proj.weight"):
+        return halves(twice(wider_heads(w.T, head_dim).T, 0))
     if name.endswith("experts.gate_up_proj"):
         gate, up = w.chunk(2, dim=1)
         return halves(twice(torch.cat([twice(gate, 1), twice(up, 1)], 1), 0))
     if name.endswith("experts.down_proj"):
         return halves(twice(w, 0, 1))
-    return halves(twice(w, 0))  # projections: more heads; the router: more experts
+    return halves(twice(w, 0))  # the router: more experts
 
 
 def grow(layers: int = 6, noise: float = NOISE, new_layer: float = NEW_LAYER) -> Qwen3MoeForCausalLM:
@@ -58,7 +70,7 @@ def grow(layers: int = 6, noise: float = NOISE, new_layer: float = NEW_LAYER) ->
     for name, w in small.state_dict().items():
         if name.startswith("model.layers."):
             number, _, rest = name.removeprefix("model.layers.").partition(".")
-            grown = grown_layer(rest, w)
+            grown = grown_layer(rest, w, small.config.head_dim)
             weights[name] = grown
             if int(number) == depth - 1:
                 scale = new_layer if rest.endswith(("o_proj.weight", "down_proj")) else 1.0
@@ -68,7 +80,7 @@ def grow(layers: int = 6, noise: float = NOISE, new_layer: float = NEW_LAYER) ->
         else:
             weights[name] = twice(w, -1)
     config: Any = AutoConfig.from_pretrained(path)
-    for field in ("hidden_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads"):
+    for field in ("hidden_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads", "head_dim"):
         setattr(config, field, 2 * getattr(config, field))
     for field in ("num_key_value_heads", "num_experts", "num_experts_per_tok"):
         setattr(config, field, 2 * getattr(config, field))

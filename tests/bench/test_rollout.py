@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tracefp4.bench.rollout import Row, UniformModel, main, part_of, ratios, table
+from tracefp4.rollout.kernel_model import KernelModel
 
 # fmt: off
 SMALL = [
@@ -29,7 +30,7 @@ def test_every_form_at_every_context(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert document["environment"]["commit"] == "abc"
     for r in rows:
         assert r["error"] is None
-        assert r["checked"] == "logits off by 0 of their norm"  # references against themselves
+        assert r["checked"] == "attention off by 0, experts off by 0"  # references against themselves
         assert 1 <= r["sequences"] <= 2
         assert r["tokens_per_s"] == pytest.approx(r["sequences"] / r["median_ms"] * 1e3)
         assert r["quartiles_ms"][0] <= r["median_ms"] <= r["quartiles_ms"][1]
@@ -57,19 +58,20 @@ def test_a_row_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     assert all("not begun" in r["error"] for r in rows)
 
 
-def test_no_time_is_printed_where_logits_are_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("part", "method"), [("attention", "_attend"), ("experts", "_mlp")])
+def test_no_time_is_printed_where_a_part_is_wrong(
+    part: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, calls = UniformModel.run, []
+    run, calls = getattr(KernelModel, method), []
 
     def wrong(self: UniformModel, *arguments: Any) -> Any:
         calls.append(0)
-        return run(self, *arguments) * (-1 if len(calls) % 2 else 1)
+        return run(self, *arguments) * (-1 if len(calls) == 3 else 1)  # the second layer's, by the kernels
 
-    monkeypatch.setattr(UniformModel, "run", wrong)
+    monkeypatch.setattr(KernelModel, method, wrong)
     assert main([*SMALL, "--contexts", "40", "--forms", "fp4", "--out", str(tmp_path)]) == 1
     (row,) = json.loads((tmp_path / "rollout.json").read_text())["rows"]
-    assert "AssertionError: logits are off by 2 of their norm" in row["error"]
+    assert f"{part} off by 2" in row["error"]
     assert row["median_ms"] is None
     assert "FAILED" in capsys.readouterr().out
 
@@ -92,7 +94,7 @@ def test_ratios_are_of_tokens_per_second_and_of_bytes() -> None:
 @pytest.mark.parametrize(
     ("kernel", "part"),
     [
-        ("_attend_fp4", "attention"),
+        ("_attend", "attention"),
         ("_products_dense", "experts"),
         ("_write_kv", "quantize and record"),
         ("nvjet_tst_128x64_64x8_2x1_v_bz_TNN", "projections and head"),

@@ -66,6 +66,27 @@ def test_equals_the_reference(case: str, N: int, E: int, K: int, hidden: int, wi
     close(got, routed_experts(**args, backend="torch", **options))
 
 
+@pytest.mark.parametrize("case", ["W4A4", "BF16"])
+@pytest.mark.parametrize(("outputs", "down", "group", "tails", "bulk"), [(64, 128, 2, 2, False), (128, 64, 8, 1, True)])
+def test_strips_give_the_same_bits(case: str, outputs: int, down: int, group: int, tails: int, bulk: bool) -> None:
+    """However products are cut into strips, every sum has the same terms in the same order.
+
+    18 rows on two of the experts, 0 on one: whole blocks, and last ones that a half or a quarter of a strip takes.
+    """
+    from tracefp4.kernels.grouped_experts import triton as kernel
+
+    packed, activations, scale = CASES[case]
+    args = on(DEVICE, problem(18, 3, 2, 128, 128, packed))
+    operands = [args[k] for k in ("x", "experts_NK", "gates_NK", "gate_up", "down")]
+    asm = DEVICE == "cuda"
+    plain = kernel.ExpertsConfig(128, 16, 4, 2, 64, asm)
+    cut = kernel.ExpertsConfig(
+        outputs, 16, 4, 2, 64, asm, down=down, strips=True, group=group, tails=tails, bulk=bulk and not packed
+    )
+    want, got = (kernel.routed_experts(*operands, activations, scale, c) for c in (plain, cut))
+    assert torch.equal(got, want)
+
+
 def test_the_same_again() -> None:
     """No atomics: equal bits each time, and from blocks that exist already."""
     args = on(DEVICE, problem(9, 4, 2, 128, 128, True))

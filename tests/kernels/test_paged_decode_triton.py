@@ -83,6 +83,23 @@ def test_equals_the_reference(case: str, fp4: bool) -> None:
     assert torch.equal(out[empty], torch.zeros_like(out[empty]))
 
 
+@pytest.mark.parametrize("fp4", [True, False], ids=["fp4", "bf16"])
+@pytest.mark.parametrize(("programs", "together"), [(3, True), (20, False)])
+def test_equal_parts_of_unequal_contexts(programs: int, together: bool, fp4: bool) -> None:
+    """Parts that end within contexts, and more programs than there is work for."""
+    from tracefp4.kernels.paged_attention import triton as kernel
+
+    args = problem([140, 0, 40, 1, 300, 0], 4, 1, 128, 32, fp4)
+    config = kernel.AttentionConfig(32, 1, 1, programs, asm=DEVICE == "cuda", even=True, together=together)
+    out = kernel.paged_decode(
+        args["q_BHD"], args["cache"], args["block_tables_BP"], args["lengths_B"], args["scaling"], 320, config
+    )
+    exact = paged_decode(**args | {"q_BHD": args["q_BHD"].float()}, backend="torch")
+    assert torch.isfinite(out).all()
+    assert float((out.float() - exact).abs().max()) <= 3 * 2.0**-9 * 6  # as above; |v| < 6
+    assert not out[args["lengths_B"] == 0].any()
+
+
 def test_subnormal_scales_count() -> None:
     """Tiny keys at S = 1 have E4M3 scales below 2^-6; flushing them would make every score equal."""
     args = problem([40], 8, 1, 128, 16, fp4=True, scale=1.0)

@@ -39,7 +39,9 @@ def test_the_same_tokens_and_logprobs_as_torch(V: int, temperature: float) -> No
     want, want_logprobs, _ = draw(logits, temperature, u, "torch")
     assert finite.all()
     assert (ids == want).float().mean() > 0.98  # a number at the very end of an interval
-    assert (ids - want).abs().max() <= 3
+    # Hardly any probability between the two, which at the end of the distribution may be many tokens.
+    cdf = torch.softmax(logits.double() / temperature, -1).cumsum(-1)
+    assert (cdf[ids] - cdf[want]).abs().max() < 1e-4
     same = ids == want
     assert torch.allclose(logprobs[same], want_logprobs[same], rtol=1e-5, atol=1e-5)
     assert not ((ids >= V // 2) & (ids < V // 2 + 2)).any()

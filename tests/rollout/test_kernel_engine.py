@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernel_case import dense, engine, moe, requests
@@ -227,12 +228,14 @@ def test_turns_go_on_from_the_cache() -> None:
     assert all((r.sites[site].payload != 0).any(-1).all() for site in WIDTHS)
 
 
-def test_probes_keep_full_codes_of_the_same_slots() -> None:
-    """The low planes of a full record are the run's own record: both were made of one rounding."""
+@pytest.mark.parametrize(("n", "every"), [(4, 2), (11, 3)])
+def test_probes_keep_full_codes_of_the_same_slots(n: int, every: int) -> None:
+    """The low planes of a full record are the run's own record: both were made of one rounding. Eleven: rows come and
+    go, and move."""
     made = engine("trace-all", "references")
-    done = made.generate(requests(4, probe_every=2))
-    assert [t.probe is not None for t in done] == [True, False, True, False]
-    for t in done[::2]:
+    done = made.generate(requests(n, probe_every=every))
+    assert [t.probe is not None for t in done] == [i % every == 0 for i in range(n)]
+    for t in done[::every]:
         own, probe = record(made, t.guidance), record(made, t.probe)
         assert (probe.bits, probe.layers) == (full_bits("nvfp4"), (0, 1))
         for site in WIDTHS:
@@ -242,6 +245,23 @@ def test_probes_keep_full_codes_of_the_same_slots() -> None:
                 a = own.sites[site].payload[..., plane + bit : plane + bit + 1]
                 b = probe.sites[site].payload[..., 4 * plane + bit : 4 * plane + bit + 1]
                 assert torch.equal(a, b)
+
+
+def test_samples_of_one_prompt_are_prefilled_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many calls as runs of equal lengths, a layer; and the tokens of prompts that run alone."""
+    prompts = [(3, 4, 5, 6, 7)] * 3 + [(8, 9)] + [(3, 4, 5, 6, 7)]
+    ask = [Request(f"r{i}", p, SamplingParams(0.0, max_new_tokens=3)) for i, p in enumerate(prompts)]
+    alone = [engine("bf16", "references").generate([r])[0] for r in ask]
+    made, calls, plain = engine("bf16", "references", max_num_seqs=5), [], F.scaled_dot_product_attention
+
+    def counted(q: Tensor, *rest: Any, **more: Any) -> Tensor:
+        calls.append(len(q))
+        return plain(q, *rest, **more)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
+    for a, b in zip(made.generate(ask), alone, strict=True):
+        assert near(a, b, 0.02) >= 1
+    assert calls == [3, 1, 1] * 2
 
 
 def test_w4a16_and_unquantized_parts_run() -> None:
@@ -455,7 +475,7 @@ def test_rows_keep_their_place_when_others_leave() -> None:
     made = engine("bf16", "references", max_num_seqs=8)
     seqs = [object() for _ in range(6)]
     run = runner(made)
-    run._rows = seqs[:4]  # type: ignore[assignment]
+    run._rows, run._row_of = seqs[:4], {id(s): i for i, s in enumerate(seqs[:4])}  # type: ignore[assignment]
     assert run.order([seqs[0], seqs[2], seqs[3]]) == [seqs[0], seqs[3], seqs[2]]  # type: ignore[list-item]
     assert run.order([seqs[1], seqs[4], seqs[3], seqs[5]]) == [seqs[4], seqs[1], seqs[5], seqs[3]]  # type: ignore[list-item]
     assert run.order([seqs[5]]) == [seqs[5]]  # type: ignore[list-item]

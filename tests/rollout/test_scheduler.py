@@ -28,7 +28,7 @@ def test_pages_are_handed_out_once_and_come_back() -> None:
     assert len(a.block_table) == 2
     assert blocks.can_grow(a, 9)
     assert not blocks.can_grow(a, 10)
-    assert blocks.slots(a, 2, 5) == [a.block_table[0] * 3 + 2, a.block_table[1] * 3, a.block_table[1] * 3 + 1]
+    assert blocks.slots(a, 2, 5).tolist() == [a.block_table[0] * 3 + 2, a.block_table[1] * 3, a.block_table[1] * 3 + 1]
     with pytest.raises(RuntimeError, match="no free page"):
         blocks.grow(b, 12)
     blocks.release(a)

@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from tracefp4.rollout.config import RolloutConfig
 from tracefp4.rollout.engine import RolloutEngine
 from tracefp4.rollout.kernel_model import KernelModel, KernelStep
 from tracefp4.rollout.model import Layer, ModelShape
-from tracefp4.rollout.paged_pool import slot_bytes
+from tracefp4.rollout.paged_pool import PagedPool, slot_bytes
 from tracefp4.rollout.sequence import Sequence, Status
 from tracefp4.rollout.weights import tensors_of, weight_sizes
 from tracefp4.types import Request, SamplingParams
@@ -67,10 +68,12 @@ class Row:
 class UniformModel(KernelModel):
     """Tokens choose their experts evenly, whatever the router says (it runs all the same).
 
-    choices int64 [layers, M, K]: of the rows of a step, the same in every step.
+    choices int64 [layers, M, K]: of the rows of a step, the same in every step. compared: while it is a dict, every
+    attention and every MLP runs by the reference too, on the same input; the largest relative difference of each.
     """
 
     choices: Tensor | None = None
+    compared: dict[str, float] | None = None
 
     def choose_evenly(self, rows: int) -> None:
         s = self.shape
@@ -80,6 +83,32 @@ class UniformModel(KernelModel):
     def _choose(self, i: int, layer: Layer, h_NH: Tensor) -> tuple[Tensor, Tensor]:
         gates, chosen = super()._choose(i, layer, h_NH)
         return gates, chosen if self.choices is None else self.choices[i, : len(h_NH)]
+
+    def _attend(self, i: int, layer: Layer, h_NH: Tensor, step: KernelStep, pool: PagedPool) -> Tensor:
+        own = super()._attend
+        return self._compare("attention", pool, lambda: own(i, layer, h_NH, step, pool))
+
+    def _mlp(self, i: int, layer: Layer, h_NH: Tensor, step: KernelStep, experts: list[Tensor]) -> Tensor:
+        own, pool = super()._mlp, None
+        return self._compare("experts", pool, lambda: own(i, layer, h_NH, step, experts))
+
+    def _compare(self, part: str, pool: PagedPool | None, run: Callable[[], Tensor]) -> Tensor:
+        got = run()
+        if self.compared is None:
+            return got
+        backend = self.backend
+        try:
+            self.backend = "torch"
+            if pool is not None:
+                pool.backend = "torch"
+            want = run().float()
+        finally:
+            self.backend = backend
+            if pool is not None:
+                pool.backend = backend
+        off = ((got.float() - want).norm(dim=-1) / want.norm(dim=-1)).nan_to_num(torch.inf).max()
+        self.compared[part] = max(self.compared.get(part, 0.0), float(off))
+        return got
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -185,10 +214,12 @@ def start_sequences(engine: RolloutEngine, n: int, context: int, new: int) -> No
 
 @torch.no_grad()
 def check(engine: RolloutEngine, model: UniformModel) -> str:
-    """Logits of two rows of the batch by the kernels, and by their torch references over the same cache.
+    """Two rows of the batch through all layers by the kernels, every attention and MLP beside its torch reference.
 
-    In FP4 a code that falls to the other side of a boundary moves everything behind it, layer after layer, so the bound
-    is wide: half of the norm. Logits of other rows, or of a wrong kernel, are off by 1.4 of it.
+    Each on the kernels' own input: in FP4 a code that falls to the other side of a boundary moves everything behind it,
+    so that the ends of two runs through 48 layers of random weights have nothing in common. Bounds, relative to a
+    row's norm: of BF16, 8 roundings of 2^-9; of FP4, a twentieth of the codes between the experts' two products off by
+    one slot, at most half of their value: 0.5 sqrt(1/20). A wrong row, or a wrong kernel, is off by 1.4.
     """
     assert engine.kernels is not None
     pool, page = engine.kernels.pool, engine.config.page_size
@@ -199,17 +230,19 @@ def check(engine: RolloutEngine, model: UniformModel) -> str:
     tokens = torch.tensor([s.tokens[-1] for s in seqs])
     step = KernelStep(tokens.to(model.device), at.to(model.device), slots.to(model.device))
     step = replace(step, tables=tables.to(model.device), lengths=(at + 1).int().to(model.device))
-    own, logits = model.backend, []
+    model.compared = {}
     try:
-        for backend in (own, "torch"):
-            model.backend = pool.backend = backend
-            logits.append(model.run(step, pool).float())
+        logits = model.run(step, pool)
+        found = model.compared
     finally:
-        model.backend = pool.backend = own
-    off = float(((logits[0] - logits[1]).norm(dim=-1) / logits[1].norm(dim=-1)).nan_to_num(torch.inf).max())
-    if off >= 0.5:
-        raise AssertionError(f"logits are off by {off:.2g} of their norm")
-    return f"logits off by {off:.2g} of their norm"
+        model.compared = None
+    said = ", ".join(f"{part} off by {off:.2g}" for part, off in found.items())
+    bounds = {"attention": 8 * 2**-9, "experts": 8 * 2**-9 if model.recipe.activations is None else 0.5 * 20**-0.5}
+    if not torch.isfinite(logits).all():
+        raise AssertionError(f"logits are not finite; {said}")
+    if any(off > bounds[part] for part, off in found.items()):
+        raise AssertionError(f"{said} of a row's norm")
+    return said
 
 
 def measure(
@@ -261,8 +294,8 @@ def measure(
 
 
 PARTS = {
-    "attention": ("_attend_", "_combine"),
-    "experts": ("_products_", "_route", "_operand_rows", "_weighted_sum", "_choose_experts"),
+    "attention": ("_attend", "_combine"),
+    "experts": ("products_", "_route", "_operand_rows", "_weighted_sum", "_choose_experts"),
     "quantize and record": ("_write_kv", "_write_dense", "_quantize_rows"),
     "projections and head": ("gemm", "nvjet", "cutlass", "splitK", "cublas"),
     "norms and rotation": ("_add_norm", "_norm_rotate"),

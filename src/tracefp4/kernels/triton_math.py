@@ -16,6 +16,14 @@ RECIPROCAL_6 = tl.constexpr(0.1666666716337204)  # 1/6 rounded to FP32
 
 
 @triton.jit
+def follow(PDL: tl.constexpr):
+    """First in a kernel that was launched with `launch_pdl`: waits for all work before it, then lets the next begin."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def from_bf16(x):
     """BF16 -> f32 of the same value, subnormals and NaN included."""
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)

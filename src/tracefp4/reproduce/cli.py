@@ -1,4 +1,5 @@
-"""`tracefp4 reproduce NAME`, `reproduce status | table DIR`, `reproduce pack DIR PACK`, `reproduce unpack PACK DIR`."""
+"""`tracefp4 reproduce NAME`, `reproduce search RUNG`, `reproduce status | table DIR`, `reproduce pack DIR PACK`,
+`reproduce unpack PACK DIR`."""
 
 from __future__ import annotations
 
@@ -94,6 +95,47 @@ for _name in EXPERIMENTS:
 
 
 @app.command()
+def search(
+    rung: Annotated[str, typer.Argument(metavar="RUNG", help="A rung of the ladder or a .toml file.")],
+    overrides: Overrides = None,
+    *,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=A,B",
+            help="Settings to try, all combinations of several --vary; 'K=A L=B; K=C L=D' changes keys together.",
+        ),
+    ] = None,
+    out: Out = None,
+    profile: Profile = "full",
+    device: Device = "auto",
+    modes: Modes = "bf16",
+    seeds: Seeds = "0",
+    steps: Annotated[int, typer.Option(metavar="N", help="RL steps of a run.", min=1)] = 100,
+    jobs: Jobs = None,
+    max_minutes: MaxMinutes = None,
+) -> None:
+    """Short runs of the control under variants of a rung's recipe: which settings are stable."""
+    from tracefp4.reproduce.search import make_search, make_variants
+
+    if profile not in ("full", "tiny"):
+        raise ConfigError(f"--profile must be full or tiny, got {profile!r}")
+    deadline = None if max_minutes is None else time.monotonic() + 60 * max_minutes
+    plan = make_search(
+        rung,
+        make_variants(vary or ()),
+        out or Path("runs", "reproduce", f"search-{Path(rung).stem}"),
+        modes=_names(modes),
+        seeds=parse_seeds(seeds or ""),
+        steps=steps,
+        settings=overrides or (),
+        tiny=profile == "tiny",
+        device=device,
+    )
+    _search(plan, jobs, deadline)
+
+
+@app.command()
 def status(folder: Folder) -> None:
     """What a folder holds: steps, seconds a step, what is left."""
     from tracefp4.reproduce.runner import expected_seconds, step_seconds, steps_done
@@ -184,6 +226,35 @@ def _reproduce(request: Request, out: Path, jobs: int | None, deadline: float | 
         raise typer.Exit(FAILED)
     if not plan.complete:
         _say(f"{sum(spec.done for spec in plan.specs)} of {len(plan.specs)} runs done; {_again(request, out)}")
+        raise typer.Exit(NOT_FINISHED)
+
+
+def _search(plan: Plan, jobs: int | None, deadline: float | None) -> None:
+    from tracefp4.report import ensure_dir
+    from tracefp4.reproduce.runner import Limits, default_jobs, run_plan
+    from tracefp4.reproduce.search import headings, open_search, summary_rows
+
+    limits = Limits(jobs or default_jobs(plan), deadline)
+    with folder_lock(ensure_dir(plan.out)):
+        open_search(plan)
+        _say(
+            f"{len(plan.experiment.tables)} variants, {len(plan.specs)} runs of {plan.steps} steps, "
+            f"{limits.jobs} at once on the {plan.device}"
+        )
+        try:
+            outcome = run_plan(plan, limits, _say)
+        except signals.Stopped as stop:
+            _say(f"stopped by {stop}, what is done is saved; the same command goes on")
+            raise SystemExit(stop.exit_code) from None
+    rows = [headings(plan.steps), *summary_rows(plan)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for run, why in outcome.failed.items():
+        _say(f"{run}: {why}")
+    if outcome.failed:
+        raise typer.Exit(FAILED)
+    if not plan.complete:
         raise typer.Exit(NOT_FINISHED)
 
 

@@ -53,7 +53,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Spec:
-    """One run. form: that in which its rollouts ran, a name for ``--forms``; forms: all that are evaluated."""
+    """One run. form: that in which its rollouts ran, a name for ``--forms``; forms: all that are evaluated; evaluation:
+    (problems, responses to each), None where the policy is not evaluated; start: the folder of its warm start."""
 
     out: Path
     table: Table
@@ -63,7 +64,8 @@ class Spec:
     settings: tuple[str, ...]
     form: str
     forms: tuple[str, ...]
-    evaluation: tuple[int, int]
+    evaluation: tuple[int, int] | None
+    start: Path
 
     @property
     def name(self) -> str:
@@ -90,8 +92,8 @@ class Spec:
 
     @property
     def failure(self) -> Path:
-        """Says why a run ended early for good: it diverged, or a watchdog stopped it."""
-        return self.folder / f"seed{self.seed}.failed.json"
+        """Says why the training of its policy ended early for good: it diverged, or a watchdog stopped it."""
+        return self.policy_dir.with_name(f"seed{self.seed}.failed.json")
 
     @property
     def trains(self) -> bool:
@@ -103,7 +105,12 @@ class Spec:
 
     @property
     def evaluated(self) -> bool:
-        return (self.eval_dir / SCORES).is_file()
+        return self.evaluation is None or (self.eval_dir / SCORES).is_file()
+
+    @property
+    def needs_start(self) -> bool:
+        """Whether its training has to begin, or go on: an evaluation reads the trained policy alone."""
+        return self.trains and not self.trained
 
     @property
     def failed(self) -> bool:
@@ -117,6 +124,8 @@ class Spec:
         """The command that trains it and evaluates its policy, or goes on with either."""
         recipe = self.out / RECIPES / f"{self.table.key}.json"
         python, _, _, *train = train_command(str(recipe), self.arm.mode, [self.seed], self.folder, self.settings)
+        if self.evaluation is None:
+            return [python, "-m", "tracefp4", *train, "--resume"]
         problems, samples = self.evaluation
         sizes = ["--problems", str(problems), "--samples", str(samples), "--forms", ",".join(self.forms)]
         evaluate = ["eval", str(self.policy_dir), *self.arm.evaluated, "--out", str(self.eval_dir), *sizes, "--resume"]
@@ -156,10 +165,10 @@ def make_plan(request: Request, out: Path, to_run: bool = True) -> Plan:
     if request.experiment not in EXPERIMENTS:
         raise ConfigError(f"there is no reproduce {request.experiment}: one of {', '.join(EXPERIMENTS)}")
     experiment = chosen(EXPERIMENTS[request.experiment], request.modes, [m.name for m in list_methods()])
-    _check_settings(request, experiment)
+    check_overrides(request.settings, experiment.tables)
     seeds = request.seeds or ((0,) if request.tiny else experiment.seeds)
     steps = request.steps or (TINY_STEPS if request.tiny else experiment.steps)
-    device, device_settings = _device(request.device) if to_run else (request.device, ())
+    device, on_device = device_settings(request.device) if to_run else (request.device, ())
     starts: dict[Path, RungConfig] = {}
     specs: dict[tuple[str, str], list[Any]] = {}
     for table in experiment.tables:
@@ -167,14 +176,14 @@ def make_plan(request: Request, out: Path, to_run: bool = True) -> Plan:
         starts[start] = rung
         recipe = rung.recipe(str(start))
         for arm in table.arms:
-            settings = (*table.settings, *arm.settings, f"run.steps={steps}", *device_settings)
+            settings = (*table.settings, *arm.settings, f"run.steps={steps}", *on_device)
             form, forms = _forms(rung, recipe, table, arm, settings)
             sizes = (rung.evaluation.problems, rung.evaluation.samples)
-            specs[table.key, arm.name] = [table, arm, settings, form, forms, sizes]
+            specs[table.key, arm.name] = [table, arm, settings, form, forms, sizes, start]
     ordered = tuple(
-        Spec(out, table, arm, seed, steps, settings, form, forms, sizes)
+        Spec(out, table, arm, seed, steps, settings, form, forms, sizes, start)
         for seed in seeds
-        for table, arm, settings, form, forms, sizes in specs.values()
+        for table, arm, settings, form, forms, sizes, start in specs.values()
     )
     return Plan(out, experiment, request, tuple(seeds), steps, device, ordered, starts)
 
@@ -183,16 +192,21 @@ def _start(request: Request, table: Table, out: Path) -> tuple[RungConfig, Path]
     name = table.rung or request.recipe or DEFAULT_RUNG
     if table.rung and request.recipe:
         raise ConfigError(f"reproduce {request.experiment} climbs the ladder itself: leave --recipe away")
-    rung = load_rung(name, request.tiny, request.settings)
-    label = f"{TINY}-{rung.start.model.num_layers}" if request.tiny else Path(name).stem
+    return warm_start(name, out, request.tiny, request.settings)
+
+
+def warm_start(name: str, out: Path, tiny: bool, settings: Sequence[str]) -> tuple[RungConfig, Path]:
+    """A rung's recipe under these overrides, and the folder of its warm start, beside ``out``."""
+    rung = load_rung(name, tiny, settings)
+    label = f"{TINY}-{rung.start.model.num_layers}" if tiny else Path(name).stem
     return rung, out.parent / STARTS / f"{label}-{rung.start_hash}"
 
 
-def _check_settings(request: Request, experiment: Experiment) -> None:
-    """Refuses what would be set otherwise afterwards. Raises ConfigError."""
-    taken = {_key(text): t.key for t in experiment.tables for arm in t.arms for text in (*t.settings, *arm.settings)}
+def check_overrides(settings: Sequence[str], tables: Sequence[Table]) -> None:
+    """Raises ConfigError where an override names what an option or a table sets."""
+    taken = {_key(text): t.key for t in tables for arm in t.arms for text in (*t.settings, *arm.settings)}
     flags = {"run.steps": "--steps", SEED_KEY: "--seeds", "run.device": "--device"}
-    for text in request.settings:
+    for text in settings:
         if (key := _key(text)) in flags:
             raise ConfigError(f"the override '{text}' contradicts {flags[key]}, which sets {key}")
         if key in taken:
@@ -221,7 +235,7 @@ def _forms(
     return known, tuple(dict.fromkeys((CONTROL, FP4, known)))
 
 
-def _device(asked: str) -> tuple[str, tuple[str, ...]]:
+def device_settings(asked: str) -> tuple[str, tuple[str, ...]]:
     """(the device, the settings of a run on it)."""
     if asked not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"--device must be auto, cpu or cuda, got {asked!r}")
@@ -330,11 +344,12 @@ def scores_of(spec: Spec) -> dict[str, Any] | None:
 def write_scores(spec: Spec) -> None:
     """Keeps of a whole evaluation what tables need: every reward, not every response."""
     facts = json.loads((spec.eval_dir / EVAL).read_bytes())
+    drawn = spec.evaluation[1] if spec.evaluation else 0
     forms, seconds = {}, 0.0
     for form in spec.forms:
         lines = (spec.eval_dir / f"responses-{form}.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
         samples = [[s["reward"] for s in json.loads(line)["samples"]] for line in lines]
-        forms[form] = [rewards or [0.0] * spec.evaluation[1] for rewards in samples]
+        forms[form] = [rewards or [0.0] * drawn for rewards in samples]
     for line in (spec.eval_dir / "timing.jsonl").read_text(encoding="utf-8").splitlines():
         seconds += json.loads(line)["seconds"]
     write_json_atomic(spec.eval_dir / SCORES, {"forms": forms, "seconds": seconds, "commit": facts.get("commit")})

@@ -29,6 +29,7 @@ GRACE_SECONDS = 45.0
 """A step of a large rung, with a GPU that is shared, ends before a run writes its state."""
 EARLY_STEPS = 3
 INVOCATIONS = "invocations.jsonl"
+STARTED = "warmstart.json"
 Say = Callable[[str], None]
 
 _DIVERGED = re.compile(r"error: (the run diverged in step (\d+): .*)")
@@ -64,19 +65,15 @@ def default_jobs(plan: Plan) -> int:
 
 
 def run_plan(plan: Plan, limits: Limits, say: Say) -> Outcome:
-    """Makes the warm starts and runs what is left.
+    """Makes the warm starts and runs what is left; a run begins once its start is there.
 
     Raises:
-        CompareError: a warm start failed, or a run refused its settings, as all others would.
+        CompareError: a run refused its settings, as all others would.
         signals.Stopped: after a signal has ended all processes, their states saved.
     """
     started, outcome = time.monotonic(), Outcome()
     try:
         with signals.stoppable():
-            for path, rung in plan.starts.items():
-                if not _make_start(path, rung, plan.device, limits, say):
-                    outcome.in_time = False
-                    return outcome
             _run_all(plan, limits, outcome, say)
     finally:
         facts = {"seconds": time.monotonic() - started, "jobs": limits.jobs, "device": plan.device}
@@ -84,52 +81,48 @@ def run_plan(plan: Plan, limits: Limits, say: Say) -> Outcome:
     return outcome
 
 
-def _make_start(path: Path, rung: RungConfig, device: str, limits: Limits, say: Say) -> bool:
-    """Whether the warm start is there; False where the time was up first."""
-    if (path / "warmstart.json").is_file():
-        return True
-    ensure_dir(path.parent)
-    recipe = path.with_name(f"{path.name}.json")
-    write_json_atomic(recipe, resolved(rung.warmstart(device)))
-    command = [sys.executable, "-m", "tracefp4.train.warmstart", str(recipe), str(path), "--resume"]
-    child = Child(path.name, command, path.parent, (), append=True, log_name=f"{path.name}.log")
-    say(f"{path.name}: making the warm start, see {child.log_path}")
-    child.start(child_environment(rung.start.threads))
-    try:
-        while (code := child.poll()) is None:
-            if limits.left <= 0:
-                say(f"{path.name}: time is up; the next call goes on from its last evaluation")
-                return False
-            time.sleep(POLL_SECONDS)
-    finally:
-        end_children([child], 0.0)
-    if code:
-        last = "\n  ".join(child.tail())
-        raise CompareError(f"the warm start {path.name} failed with exit code {code}: {last}")
-    say(f"{path.name}: {child.tail()[-1]} in {child.seconds:.0f} s")
-    return True
+def start_made(path: Path) -> bool:
+    """Whether a warm start is complete."""
+    return (path / STARTED).is_file()
 
 
 @dataclass
 class _Job:
-    """A run's process, of its training and evaluation."""
+    """A process: of a run's training and evaluation, or of a warm start."""
 
-    spec: Spec
     child: Child
+    spec: Spec | None
+    start: Path
     told: bool = False
 
 
+@dataclass
+class _Queue:
+    """What waits: warm starts that no folder holds yet, then runs in the order of the plan."""
+
+    starts: list[Path]
+    specs: list[Spec]
+
+    def __bool__(self) -> bool:
+        return bool(self.starts or self.specs)
+
+
 def _run_all(plan: Plan, limits: Limits, outcome: Outcome, say: Say) -> None:
-    waiting = [spec for spec in plan.specs if not spec.done]
+    specs = [spec for spec in plan.specs if not spec.done]
+    needed = dict.fromkeys(spec.start for spec in specs if spec.needs_start and not start_made(spec.start))
+    queue = _Queue(list(needed), specs)
     environment = child_environment(max(1, usable_cores() // limits.jobs))
     running: list[_Job] = []
     try:
-        while waiting or running:
-            while len(running) < limits.jobs and (spec := _next(waiting, running, plan, limits, outcome)):
-                waiting.remove(spec)
+        while queue or running:
+            while len(running) < limits.jobs and limits.left > 0 and queue.starts:
+                path = queue.starts.pop(0)
+                running.append(_starting(path, plan.starts[path], plan.device, say))
+            while len(running) < limits.jobs and (spec := _next(queue.specs, running, plan, limits, outcome)):
+                queue.specs.remove(spec)
                 running.append(_started(spec, environment, say))
             if limits.left <= 0 or not running:
-                outcome.in_time = outcome.in_time and not (running or waiting)
+                outcome.in_time = outcome.in_time and not (running or queue)
                 return
             time.sleep(POLL_SECONDS)
             for job in list(running):
@@ -137,18 +130,51 @@ def _run_all(plan: Plan, limits: Limits, outcome: Outcome, say: Say) -> None:
                     _tell_early(job, say)
                     continue
                 running.remove(job)
-                _ended(job, code, outcome, say)
+                if job.spec is None:
+                    _start_ended(job, code, queue, outcome, say)
+                else:
+                    _ended(job.spec, job.child, code, outcome, say)
     finally:
         end_children([job.child for job in running], GRACE_SECONDS)
         for job in running:
-            say(f"{job.spec.name}: stopped after {job.child.steps_done()} of {job.spec.steps} steps")
+            if job.spec is None:
+                say(f"{job.start.name}: stopped; the next call goes on from its last evaluation")
+            else:
+                say(f"{job.spec.name}: stopped after {job.child.steps_done()} of {job.spec.steps} steps")
+
+
+def _starting(path: Path, rung: RungConfig, device: str, say: Say) -> _Job:
+    """Begins a warm start, or goes on with it."""
+    ensure_dir(path.parent)
+    recipe = path.with_name(f"{path.name}.json")
+    write_json_atomic(recipe, resolved(rung.warmstart(device)))
+    command = [sys.executable, "-m", "tracefp4.train.warmstart", str(recipe), str(path), "--resume"]
+    child = Child(path.name, command, path.parent, (), append=True, log_name=f"{path.name}.log")
+    say(f"{path.name}: making the warm start, see {child.log_path}")
+    child.start(child_environment(rung.start.threads))
+    return _Job(child, None, path)
+
+
+def _start_ended(job: _Job, code: int, queue: _Queue, outcome: Outcome, say: Say) -> None:
+    """Takes note of how a warm start ended; runs that need one that failed are not begun."""
+    tail = job.child.tail()
+    if code == 0:
+        say(f"{job.start.name}: {tail[-1]} in {job.child.seconds:.0f} s")
+        return
+    queue.specs[:] = [spec for spec in queue.specs if spec.start != job.start]
+    outcome.failed[job.start.name] = f"the warm start failed with exit code {code}: {' '.join(tail[-1:])}"
+    say(f"{job.start.name}: {outcome.failed[job.start.name]}; its log is {job.child.log_path}")
 
 
 def _next(
     waiting: Sequence[Spec], running: Sequence[_Job], plan: Plan, limits: Limits, outcome: Outcome
 ) -> Spec | None:
     """The next run whose policy, where it takes another's, is there; None where none may start now."""
+    if limits.left <= 0:
+        return None
     for spec in waiting:
+        if spec.needs_start and not start_made(spec.start):
+            continue
         if not spec.trains and not spec.trained:
             source = next((s for s in plan.specs if s.run_dir == spec.policy_dir), None)
             pending = source in waiting or any(job.spec is source for job in running)
@@ -168,44 +194,48 @@ def _started(spec: Spec, environment: dict[str, str], say: Say) -> _Job:
     what = "training" if not done else f"going on after step {done}"
     say(f"{spec.name}: {what if spec.trains and not spec.trained else 'evaluating'}")
     child.start(environment)
-    return _Job(spec, child)
+    return _Job(child, spec, spec.start)
 
 
-def _ended(job: _Job, code: int, outcome: Outcome, say: Say) -> None:
-    """Takes note of how a process ended."""
-    spec, tail = job.spec, job.child.tail()
+def _ended(spec: Spec, child: Child, code: int, outcome: Outcome, say: Say) -> None:
+    """Takes note of how a run's process ended."""
+    tail = child.tail()
     diverged = _DIVERGED.search("\n".join(tail))
     if code == 0 and spec.trained and _evaluation_complete(spec):
-        write_scores(spec)
+        if spec.evaluation:
+            write_scores(spec)
         seconds = step_seconds(spec) if spec.trains else None
         say(f"{spec.name}: done" + ("" if seconds is None else f", {seconds:.2f} s a step"))
     elif diverged or code == _STOPPED_BY_WATCH:
         why = diverged[1] if diverged else (tail[-1] if tail else "a watchdog ended it")
-        step = int(diverged[2]) if diverged else job.child.steps_done()
+        step = int(diverged[2]) if diverged else child.steps_done()
         write_json_atomic(spec.failure, {"step": step, "reason": why})
         say(f"{spec.name}: {why}")
     elif code == TracefpError.exit_code:  # settings: every other run of the arm would end so too
         raise CompareError(f"{spec.name} was refused: {' '.join(tail[-1:])}")
     else:
-        outcome.failed[spec.name] = f"ended with exit code {code}; its log is {job.child.log_path}"
+        outcome.failed[spec.name] = f"ended with exit code {code}; its log is {child.log_path}"
         for line in tail[-5:]:
             say(f"  {line}")
         say(f"{spec.name}: {outcome.failed[spec.name]}")
 
 
 def _evaluation_complete(spec: Spec) -> bool:
+    if spec.evaluation is None:
+        return True
     path = spec.eval_dir / EVAL
     return path.is_file() and bool(json.loads(path.read_bytes()).get("complete"))
 
 
 def _tell_early(job: _Job, say: Say) -> None:
     """Seconds a step, and what they add up to, as soon as a few steps are measured."""
-    if job.told or not job.spec.trains or job.spec.trained or job.child.steps_done() < EARLY_STEPS:
+    spec = job.spec
+    if job.told or spec is None or not spec.trains or spec.trained or job.child.steps_done() < EARLY_STEPS:
         return
     job.told = True
-    if (seconds := step_seconds(job.spec)) is not None:
-        left = (job.spec.steps - job.child.steps_done()) * seconds / 60
-        say(f"{job.spec.name}: {seconds:.2f} s a step, {left:.1f} min for the steps left")
+    if (seconds := step_seconds(spec)) is not None:
+        left = (spec.steps - job.child.steps_done()) * seconds / 60
+        say(f"{spec.name}: {seconds:.2f} s a step, {left:.1f} min for the steps left")
 
 
 def _evaluation_seconds(spec: Spec, plan: Plan) -> float:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
+import torch
+from torch import Tensor
+
 from tracefp4.rollout.sequence import Sequence
 
 
@@ -44,7 +47,11 @@ class BlockManager:
         self._free.extend(seq.block_table)
         seq.block_table.clear()
 
-    def slots(self, seq: Sequence, start: int, stop: int) -> list[int]:
-        """Slots of rows [start, stop): page * page_size + offset."""
-        size, table = self.page_size, seq.block_table
-        return [table[i // size] * size + i % size for i in range(start, stop)]
+    def slots(self, seq: Sequence, start: int, stop: int) -> Tensor:
+        """Slots of rows [start, stop), int64: page * page_size + offset."""
+        return slots_of(seq.block_table, start, stop, self.page_size)
+
+
+def slots_of(table: list[int], start: int, stop: int, page_size: int) -> Tensor:
+    at = torch.arange(start, stop)
+    return torch.tensor(table, dtype=torch.int64)[at // page_size] * page_size + at % page_size

@@ -28,6 +28,8 @@ from tracefp4.rollout.sequence import Sequence as Seq
 from tracefp4.types import SamplingParams
 
 PADDING = SamplingParams(temperature=0.0)
+Size = tuple[int, bool, bool]
+"""What a step is captured for: rows, whether some are sampled by top-p, whether some are probed."""
 
 
 def buckets(most: int) -> list[int]:
@@ -58,31 +60,39 @@ class DecodeRunner:
         self._pinned = pinned = device.type == "cuda"
         self.tokens, self.positions = (torch.zeros(M, dtype=torch.int64, device=device) for _ in range(2))
         self.tables = torch.zeros(M, max_pages, dtype=torch.int32, device=device)
-        self.first_record = torch.zeros(1, dtype=torch.int64, device=device)
+        self.first_record, self.first_probe = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
+        self.probe: StreamRecorder | None = None  # of full codes, for the rows that ask for it
+        self.probe_places = torch.full((M,), -1, dtype=torch.int64, device=device)  # among those; -1: none
         self.settings = SamplingTensors.of([PADDING] * M).to(device)
         self.out = torch.zeros(3, M, dtype=torch.float64, device=device)  # token, log-prob, whether it is finite
         self._index = torch.arange(M, device=device)
         self._host_out = torch.zeros(3, M, dtype=torch.float64, pin_memory=pinned)
         self._host_state = torch.zeros(2, M, dtype=torch.int64, pin_memory=pinned)
+        self._host_settings = SamplingTensors.of([PADDING] * M)
+        if pinned:
+            self._host_settings = self._host_settings.pinned()
         self._host_tables = torch.zeros(M, max_pages, dtype=torch.int32, pin_memory=pinned)
+        self._host_places = torch.full((M,), -1, dtype=torch.int64, pin_memory=pinned)
         self.ahead = pinned
         self._flying = False
         self._event: torch.cuda.Event | None = None
         self._tables_sent: torch.cuda.Event | None = None
-        self._size = (0, False)
+        self._size: Size = (0, False, False)
         self._rows: list[Seq] = []
+        self._row_of: dict[int, int] = {}  # by id of the sequence
         self._lengths = torch.zeros(0, dtype=torch.int64)  # of the rows' tokens, as the device has them
         self._room = torch.zeros(0, dtype=torch.int64)  # tokens that each row may still be given
-        self._stops = torch.zeros(0, dtype=torch.int64)
+        self._stops = torch.zeros(0, dtype=torch.int64)  # of these rows and earlier ones
+        self._slots = torch.zeros(0, dtype=torch.int64)  # that each row's pages hold
         self._pages: list[int] = []
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        self._logits: dict[tuple[int, bool], Tensor] = {}
+        self._graphs: dict[Size, torch.cuda.CUDAGraph] = {}
+        self._logits: dict[Size, Tensor] = {}
         self._memory: Any = None
         self.captures = 0
 
     # -- one step on the device ----------------------------------------------------------------------------------
 
-    def _forward(self, B: int) -> Tensor:
+    def _forward(self, B: int, probed: bool) -> Tensor:
         """Logits [B, V] of the rows as the buffers have them."""
         page = self.pool.page_size
         positions, tables = self.positions[:B], self.tables[:B]
@@ -92,6 +102,11 @@ class DecodeRunner:
         if self._recorder is not None:
             rows = torch.where(positions >= 0, self.first_record + self._index[:B], self._recorder.scratch_row)
             recordings = (Recording(self._recorder, rows),)
+        if probed:
+            assert self.probe is not None
+            places = self.probe_places[:B]
+            rows = torch.where((places >= 0) & (positions >= 0), self.first_probe + places, self.probe.scratch_row)
+            recordings += (Recording(self.probe, rows),)
         step = KernelStep(self.tokens[:B], positions, slots, recordings, tables=tables, lengths=(positions + 1).int())
         return self.model.run(step, self.pool)
 
@@ -104,32 +119,32 @@ class DecodeRunner:
         self.tokens[:B].copy_(ids)
         positions.add_((positions >= 0).long())
 
-    def _eager(self, B: int, nucleus: bool) -> None:
-        self._draw(self._forward(B), B, nucleus)
+    def _eager(self, B: int, nucleus: bool, probed: bool) -> None:
+        self._draw(self._forward(B, probed), B, nucleus)
 
-    def _replay(self, B: int, nucleus: bool) -> None:
+    def _replay(self, B: int, nucleus: bool, probed: bool) -> None:
         """Top-p sorts, whose scratch memory a graph would keep for every size: it follows the graph, eagerly."""
-        self._graphs[B, nucleus].replay()
+        self._graphs[B, nucleus, probed].replay()
         if nucleus:
-            self._draw(self._logits[B, nucleus], B, nucleus)
+            self._draw(self._logits[B, nucleus, probed], B, nucleus)
 
     @torch.no_grad()
-    def capture(self, B: int, nucleus: bool = False) -> None:
+    def capture(self, B: int, nucleus: bool = False, probed: bool = False) -> None:
         """Captures the step of a batch size; rows in flight are padding meanwhile and have to be sent again."""
         self._reset()
-        self._eager(B, nucleus)  # compiles and allocates what a capture must not
+        self._eager(B, nucleus, probed)  # compiles and allocates what a capture must not
         self._reset()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # Other threads may go on using the device, as the guidance store's writer does.
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            logits = self._forward(B)
+            logits = self._forward(B, probed)
             if not nucleus:
                 self._draw(logits, B, nucleus)
         self._memory = self._memory or graph.pool()
-        self._graphs[B, nucleus] = graph
+        self._graphs[B, nucleus, probed] = graph
         if nucleus:  # the others' logits may be the next graph's memory
-            self._logits[B, nucleus] = logits
+            self._logits[B, nucleus, probed] = logits
         self.captures += 1
 
     def _reset(self) -> None:
@@ -138,6 +153,7 @@ class DecodeRunner:
         self.tokens.zero_()
         self.tables[:, 0] = self.pool.scratch_page
         self._rows, self._lengths, self._pages = [], torch.zeros(0, dtype=torch.int64), []
+        self._row_of = {}
         self._flying = False
 
     # -- the batch -----------------------------------------------------------------------------------------------
@@ -152,14 +168,15 @@ class DecodeRunner:
         same = self._unchanged(rows)
         if not (self._flying and same):
             nucleus = any(s.request.sampling.top_p < 1 for s in batch)
-            size = (next(n for n in self.buckets if n >= len(batch)), nucleus)
+            probed = self.probe is not None and any(s.request.probe for s in batch)
+            size = (next(n for n in self.buckets if n >= len(batch)), nucleus, probed)
             if self.graphs and size not in self._graphs:
                 self.capture(*size)
                 same = False
             self._size = size
             self._send(rows, same)
             self._launch()
-        self._send_tables(rows, [True] * len(rows))  # of the step after this one
+        self._send_tables(rows)  # of the step after this one
         if before_wait is not None:
             before_wait()
         if self._event is not None:
@@ -173,11 +190,12 @@ class DecodeRunner:
         ids = out[0].long()
         self._lengths += 1
         self._room -= 1
+        self._host_state[0, :n], self._host_state[1, :n] = ids, self._lengths - 1
         if self.ahead and self._goes_on(ids):
             self._launch()
             self._flying = True
-        drawn = {id(s): (t, p) for s, t, p in zip(rows, ids.tolist(), out[1].tolist(), strict=True)}
-        return [drawn[id(s)] for s in batch]
+        drawn = list(zip(ids.tolist(), out[1].tolist(), strict=True))
+        return [drawn[self._row_of[id(s)]] for s in batch]
 
     def drop(self) -> None:
         """Forgets a step that was launched ahead: weights are about to change."""
@@ -185,11 +203,15 @@ class DecodeRunner:
 
     def _launch(self) -> None:
         """One step of the rows that the buffers hold, and the copy of what it draws."""
-        if self._recorder is not None:
+        if self._recorder is not None or self._size[2]:
             at, page = self._lengths - 1, self.pool.page_size
             tables = self._host_tables[: len(at)]
             slots = tables.gather(1, (at // page)[:, None])[:, 0].long() * page + at % page
-            self.first_record.fill_(self._recorder.begin(slots))
+            if self._recorder is not None:
+                self.first_record.fill_(self._recorder.begin(slots))
+            if self._size[2]:
+                assert self.probe is not None
+                self.first_probe.fill_(self.probe.begin(slots[self._host_places[: len(slots)] >= 0]))
         with torch.no_grad():
             (self._replay if self.graphs else self._eager)(*self._size)
         self._host_out.copy_(self.out, non_blocking=True)  # whole: a part would be no plain copy, and wait
@@ -197,9 +219,8 @@ class DecodeRunner:
 
     def _goes_on(self, ids: Tensor) -> bool:
         """Whether no row ends with its token, int64 [n], and each has a slot for it."""
-        slots = torch.tensor(self._pages) * self.pool.page_size
         return bool(
-            (self._room > 0).all() and (self._lengths <= slots).all() and not torch.isin(ids, self._stops).any()
+            (self._room > 0).all() and (self._lengths <= self._slots).all() and not torch.isin(ids, self._stops).any()
         )
 
     def _unchanged(self, rows: list[Seq]) -> bool:
@@ -212,9 +233,10 @@ class DecodeRunner:
 
     def order(self, batch: Sequence[Seq]) -> list[Seq]:
         """The batch in the order of its rows: who stays keeps its row, newcomers fill the gaps."""
+        if len(batch) == len(self._rows) and all(id(s) in self._row_of for s in batch):
+            return self._rows
         wanted = {id(s) for s in batch}
-        here = {id(s) for s in self._rows}
-        new = iter([s for s in batch if id(s) not in here])
+        new = iter([s for s in batch if id(s) not in self._row_of])
         rows: list[Seq | None] = [s if id(s) in wanted else next(new, None) for s in self._rows]
         rows += list(new)
         while None in rows:  # the last row moves into a gap
@@ -227,46 +249,67 @@ class DecodeRunner:
         """Brings the buffers up to date with a batch. same: only its pages may be new."""
         n = len(rows)
         if same:
-            self._send_tables(rows, [True] * n)
+            self._send_tables(rows)
             return
         self._wait_for_tables()
-        state, tables = self._host_state, self._host_tables
-        lengths = torch.tensor([len(s.tokens) for s in rows])
-        state[0, :n] = torch.tensor([s.tokens[-1] for s in rows])
-        state[1, :n] = lengths - 1
-        state[0, n:], state[1, n:] = 0, -1
-        tables[n:, 0] = self.pool.scratch_page
-        self.tokens.copy_(state[0], non_blocking=True)
-        self.positions.copy_(state[1], non_blocking=True)
-        settings = SamplingTensors.of([s.request.sampling for s in rows])
-        for name in ("temperature", "top_p", "seeds", "greedy"):
-            getattr(self.settings, name)[:n].copy_(getattr(settings, name))
         before = zip(rows, self._rows, self._lengths.tolist(), strict=False)
         # A row whose length is not the expected one may have been preempted, and have other pages.
         known = [s is t and len(s.tokens) == length for s, t, length in before]
-        self._rows, self._lengths = rows, lengths
-        self._room = torch.tensor([s.request.sampling.max_new_tokens - s.num_new for s in rows])
-        self._stops = torch.tensor(
-            sorted({t for s in rows for t in s.request.sampling.stop_token_ids}), dtype=torch.int64
-        )
+        known += [False] * (n - len(known))
+        self._place(rows, [i for i, here in enumerate(known) if not here])
+        self._rows, self._row_of = rows, {id(s): i for i, s in enumerate(rows)}
         self._pages = [*self._pages, *[0] * n][:n]
-        self._send_tables(rows, known + [False] * (n - len(known)), force=True)
+        self._send_tables(rows, known, force=True)
 
-    def _send_tables(self, rows: list[Seq], known: list[bool], force: bool = False) -> None:
-        """Sends the block tables where a row has pages that the device does not know."""
-        changed = force
-        for i, s in enumerate(rows):
-            start, stop = self._pages[i] if known[i] else 0, len(s.block_table)
-            if start != stop:
-                if not changed:
-                    self._wait_for_tables()
-                self._host_tables[i, start:stop] = torch.tensor(s.block_table[start:], dtype=torch.int32)
-                self._pages[i] = stop
-                changed = True
-        if changed:
-            B = self._size[0]
-            self.tables[:B].copy_(self._host_tables[:B], non_blocking=True)
-            self._tables_sent = torch.cuda.current_stream().record_event() if self._pinned else None
+    def _place(self, rows: list[Seq], new: list[int]) -> None:
+        """Fills in the rows at these places, on the host, and sends state and settings; the others are there."""
+        n, state = len(rows), self._host_state
+        seqs, places = [rows[i] for i in new], torch.tensor(new, dtype=torch.int64)
+        lengths, room = (torch.zeros(n, dtype=torch.int64) for _ in range(2))
+        for to, have in ((lengths, self._lengths[:n]), (room, self._room[:n])):
+            to[: len(have)] = have
+        own = torch.tensor([len(s.tokens) for s in seqs], dtype=torch.int64)
+        lengths[places] = own
+        room[places] = torch.tensor([s.request.sampling.max_new_tokens - s.num_new for s in seqs], dtype=torch.int64)
+        state[0, places] = torch.tensor([s.tokens[-1] for s in seqs], dtype=torch.int64)
+        state[1, places] = own - 1
+        state[0, n:], state[1, n:] = 0, -1
+        self._host_tables[n:, 0] = self.pool.scratch_page
+        self.tokens.copy_(state[0], non_blocking=True)
+        self.positions.copy_(state[1], non_blocking=True)
+        if new:
+            settings = SamplingTensors.of([s.request.sampling for s in seqs])
+            for name in ("temperature", "top_p", "seeds", "greedy"):
+                host = getattr(self._host_settings, name)
+                host[places] = getattr(settings, name)
+                getattr(self.settings, name).copy_(host, non_blocking=True)
+            self._stops = torch.tensor(
+                sorted({t for s in seqs for t in s.request.sampling.stop_token_ids} | set(self._stops.tolist())),
+                dtype=torch.int64,
+            )
+        self._lengths, self._room = lengths, room
+        if self.probe is not None:
+            flags = torch.tensor([s.request.probe for s in rows])
+            self._host_places.fill_(-1)
+            self._host_places[:n] = torch.where(flags, flags.long().cumsum(0) - 1, -1)
+            self.probe_places.copy_(self._host_places, non_blocking=True)
+
+    def _send_tables(self, rows: list[Seq], known: list[bool] | None = None, force: bool = False) -> None:
+        """Sends the block tables where a row has pages that the device does not know. known: whether it knows any."""
+        pages = self._pages
+        more = [i for i, s in enumerate(rows) if len(s.block_table) != pages[i] or not (known is None or known[i])]
+        if not (more or force):
+            return
+        self._wait_for_tables()
+        for i in more:
+            table = rows[i].block_table
+            start = pages[i] if known is None or known[i] else 0
+            self._host_tables[i, start : len(table)] = torch.tensor(table[start:], dtype=torch.int32)
+            pages[i] = len(table)
+        self._slots = torch.tensor(pages) * self.pool.page_size
+        B = self._size[0]
+        self.tables[:B].copy_(self._host_tables[:B], non_blocking=True)
+        self._tables_sent = torch.cuda.current_stream().record_event() if self._pinned else None
 
     def _wait_for_tables(self) -> None:
         """Before the host's tables change: a step launched ahead must not be sent pages of a later batch."""

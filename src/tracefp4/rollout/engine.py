@@ -243,8 +243,10 @@ class RolloutEngine:
         """Forwards and records the batch; (token, log-prob) of every sequence whose rows are complete."""
         if self.kernels is not None:
             for s in batch:  # the slot of the token to come, so that the next step can be launched at once
-                seq, last = s.seq, s.seq.num_prompt + s.seq.request.sampling.max_new_tokens
-                self.blocks.reserve(seq, min(len(seq.tokens) + 1, last))
+                seq = s.seq
+                if len(seq.tokens) >= len(seq.block_table) * self.blocks.page_size:
+                    last = seq.num_prompt + seq.request.sampling.max_new_tokens
+                    self.blocks.reserve(seq, min(len(seq.tokens) + 1, last))
             return self.kernels.run(batch)
         step = self._prepare(batch)
         logits, captured = self.model.forward(step, self.pool)
@@ -337,11 +339,15 @@ class RolloutEngine:
         """Hands every sequence its token, and ends those whose response is over."""
         seqs = [s.seq for s in batch if s.samples]
         # Settled only now: where sampling raises, the same rows simply run again.
+        version = self._version
         for s in batch:
             s.seq.num_computed = s.stop
-            s.seq.row_versions.extend([self._version] * (s.stop - s.start))
+            if s.stop - s.start == 1:
+                s.seq.row_versions.append(version)
+            else:
+                s.seq.row_versions.extend([version] * (s.stop - s.start))
         for seq, (token, logprob) in zip(seqs, drawn, strict=True):
-            seq.append(token, logprob, self._version)
+            seq.append(token, logprob, version)
             if on_turn is not None and seq.finish_reason == "stop":
                 self._ask(seq, on_turn)
         for seq in seqs:
@@ -366,7 +372,7 @@ class RolloutEngine:
         rows = seq.num_computed
         if seq.finish_reason != "abort" and rows != len(seq.tokens) - 1:
             raise AssertionError(f"{seq.request.request_id}: {rows} rows for {len(seq.tokens)} tokens")
-        slots = torch.tensor(self.blocks.slots(seq, 0, rows), dtype=torch.int64)
+        slots = self.blocks.slots(seq, 0, rows)
         if self.kernels is None:
             self._end(seq, *self._records(seq, slots.to(self.device)))
         else:

@@ -10,6 +10,7 @@ from torch import Tensor
 from tracefp4.guidance import full_bits
 from tracefp4.guidance.stream import RowLayout, StreamRecorder
 from tracefp4.recipe import QuantRecipe
+from tracefp4.rollout.block_manager import slots_of
 from tracefp4.rollout.config import RolloutConfig
 from tracefp4.rollout.decode import DecodeRunner
 from tracefp4.rollout.kernel_model import Context, KernelModel, KernelStep, Recording, Span
@@ -66,16 +67,16 @@ class KernelExecutor:
     def expect_probes(self) -> None:
         """Makes the recorder of full codes, which is large, when the first request asks for it."""
         if self.probe is None and (layout := row_layout(self.model.shape, self.recipe, probe=True)) is not None:
-            self.probe = self._make_recorder(layout)
+            self.probe = self.runner.probe = self._make_recorder(layout)
 
     def run(self, batch: list[Scheduled]) -> list[tuple[int, float]]:
         """(token, log-prob) of every scheduled sequence whose rows are complete, in order.
 
         Raises FloatingPointError where logits are not finite; the same rows can run again then.
         """
-        probed = self.probe is not None and any(s.seq.request.probe for s in batch)
-        if not probed and all(s.stop - s.start == 1 and s.samples for s in batch):
+        if all(s.stop - s.start == 1 and s.samples for s in batch):
             return self.runner.run([s.seq for s in batch], self.poll)
+        probed = self.probe is not None and any(s.seq.request.probe for s in batch)
         step = self._prepare(batch, probed)
         logits = self.model.run(step, self.pool)
         self.poll()
@@ -86,37 +87,42 @@ class KernelExecutor:
         ids, logprobs = sample(logits, [s.request.sampling for s in seqs], positions, self.model.backend)
         return list(zip(ids.tolist(), logprobs.tolist(), strict=True))
 
+    def _sent(self, x: Tensor) -> Tensor:
+        """On the device, without waiting for what runs there: a copy from pageable memory would."""
+        device = torch.device(self.device)
+        return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
     def _prepare(self, batch: list[Scheduled], probed: bool) -> KernelStep:
         """Rows of any number per sequence; where each has one, attention is that of a decode step."""
-        page, device = self.config.page_size, self.device
+        page = self.config.page_size
         tokens = torch.tensor([t for s in batch for t in s.seq.tokens[s.start : s.stop]])
         positions = torch.cat([torch.arange(s.start, s.stop) for s in batch])
-        whole = [_slots(s.seq.block_table, s.stop, page) for s in batch]
+        whole = [slots_of(s.seq.block_table, 0, s.stop, page) for s in batch]
         slots = torch.cat([x[s.start :] for x, s in zip(whole, batch, strict=True)])
         counts = torch.tensor([s.stop - s.start for s in batch])
         last = (counts.cumsum(0) - 1)[torch.tensor([s.samples for s in batch])]
         recordings = []
         if self.recorder is not None:
             first = self.recorder.begin(slots)
-            recordings.append(Recording(self.recorder, torch.arange(first, first + len(slots)).to(device)))
+            recordings.append(Recording(self.recorder, self._sent(torch.arange(first, first + len(slots)))))
         if probed:
             flags = torch.repeat_interleave(torch.tensor([s.seq.request.probe for s in batch]), counts)
             recordings.append(self._probe_rows(slots, flags))
         step = KernelStep(
-            tokens.to(device), positions.to(device), slots.to(device), tuple(recordings), last_rows=last.to(device)
+            self._sent(tokens), self._sent(positions), self._sent(slots), tuple(recordings), last_rows=self._sent(last)
         )
         if int(counts.max()) > 1:
             return replace(step, contexts=self._contexts(batch, whole))
         tables = torch.zeros(len(batch), max(len(s.seq.block_table) for s in batch), dtype=torch.int32)
         for row, s in zip(tables, batch, strict=True):
             row[: len(s.seq.block_table)] = torch.tensor(s.seq.block_table, dtype=torch.int32)
-        return replace(step, tables=tables.to(device), lengths=(positions + 1).int().to(device))
+        return replace(step, tables=self._sent(tables), lengths=self._sent((positions + 1).int()))
 
     def _probe_rows(self, slots: Tensor, flags: Tensor) -> Recording:
         assert self.probe is not None
         first = self.probe.begin(slots[flags])
         rows = torch.where(flags, first + flags.long().cumsum(0) - 1, self.probe.scratch_row)
-        return Recording(self.probe, rows.to(self.device))
+        return Recording(self.probe, self._sent(rows))
 
     def _contexts(self, batch: list[Scheduled], whole: list[Tensor]) -> tuple[Context, ...]:
         groups: list[tuple[list[Tensor], list[Span]]] = []
@@ -128,16 +134,10 @@ class KernelExecutor:
             groups[-1][0].append(slots)
             groups[-1][1].append(Span(first, s.stop - s.start, start, start + len(slots)))
             first, start = first + s.stop - s.start, start + len(slots)
-        return tuple(Context(torch.cat(slots).to(self.device), tuple(spans)) for slots, spans in groups)
+        return tuple(Context(self._sent(torch.cat(slots)), tuple(spans)) for slots, spans in groups)
 
     def poll(self, wait: bool = False) -> None:
         """Works off records that have reached the host."""
         for recorder in (self.recorder, self.probe):
             if recorder is not None:
                 recorder.poll(wait)
-
-
-def _slots(table: list[int], stop: int, page: int) -> Tensor:
-    """int64 [stop]: slots of a sequence's first tokens."""
-    at = torch.arange(stop)
-    return torch.tensor(table, dtype=torch.int64)[at // page] * page + at % page

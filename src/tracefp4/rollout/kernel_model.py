@@ -5,13 +5,14 @@ head_dim.
 
 Nothing in a decode step asks the host anything, so that it can be captured. Prefill reads the context back from the
 cache as BF16 (exact: E2M1 * SF), so that a row sees its own K and V as every later one will, and attends with torch's
-scaled_dot_product_attention, sequence by sequence.
+scaled_dot_product_attention: neighbours of equal lengths, as samples of one prompt are, in one call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -187,9 +188,12 @@ class KernelModel(RolloutModel):
         scale = self.shape.head_dim**-0.5 * cache.k_epilogue
         for context in contexts:
             k, v = pool.read(i, context.slots)
-            for span in context.spans:
-                rows, at = slice(span.first, span.first + span.rows), slice(span.start, span.stop)
-                out[rows] = _causal(q_NHD[rows], k[at], v[at], scale)
+            for _, run in groupby(context.spans, key=lambda s: (s.rows, s.stop - s.start)):
+                alike = list(run)
+                rows = slice(alike[0].first, alike[-1].first + alike[-1].rows)
+                at = slice(alike[0].start, alike[-1].stop)
+                q_BQHD, k_BTGD, v_BTGD = (x.unflatten(0, (len(alike), -1)) for x in (q_NHD[rows], k[at], v[at]))
+                out[rows] = _causal(q_BQHD, k_BTGD, v_BTGD, scale).flatten(0, 1)
         return out if cache.v_epilogue == 1.0 else out * cache.v_epilogue
 
     def _mlp(self, i: int, layer: Layer, h_NH: Tensor, step: KernelStep, experts: list[Tensor]) -> Tensor:
@@ -238,9 +242,9 @@ def _empty_experts(part: PackedExperts, E: int) -> PackedExperts:
     return PackedExperts(words, scales, epilogue, part.format)
 
 
-def _causal(q_QHD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:
-    """Attention of a sequence's last Q tokens over its T, [Q, H, D]."""
-    q, k, v = (x.transpose(0, 1)[None] for x in (q_QHD, k_TGD, v_TGD))
+def _causal(q_BQHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, scale: float) -> Tensor:
+    """Attention of sequences' last Q tokens over their T, [B, Q, H, D]."""
+    q, k, v = (x.transpose(1, 2) for x in (q_BQHD, k_BTGD, v_BTGD))
     Q, T = q.shape[2], k.shape[2]
     if Q == T:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
@@ -249,4 +253,4 @@ def _causal(q_QHD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor
     else:
         bias = causal_lower_right(Q, T)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=True)
-    return out[0].transpose(0, 1)
+    return out.transpose(1, 2)

@@ -77,6 +77,9 @@ class SamplingTensors:
     def to(self, device: torch.device) -> SamplingTensors:
         return SamplingTensors(*(t.to(device) for t in (self.temperature, self.top_p, self.seeds, self.greedy)))
 
+    def pinned(self) -> SamplingTensors:
+        return SamplingTensors(*(t.pin_memory() for t in (self.temperature, self.top_p, self.seeds, self.greedy)))
+
     def rows(self, n: int) -> SamplingTensors:
         """Views of the first n rows."""
         return SamplingTensors(self.temperature[:n], self.top_p[:n], self.seeds[:n], self.greedy[:n])

@@ -10,17 +10,14 @@ from tracefp4.rollout.block_manager import BlockManager
 from tracefp4.rollout.sequence import Sequence, Status
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: one is made for every token, and a frozen one takes three times as long
 class Scheduled:
     """Rows [start, stop) of one sequence. samples: whether the last of them predicts a token still unknown."""
 
     seq: Sequence
     start: int
     stop: int
-
-    @property
-    def samples(self) -> bool:
-        return self.stop == len(self.seq.tokens)
+    samples: bool
 
 
 class Scheduler:
@@ -58,7 +55,7 @@ class Scheduler:
                 break
             # All pages of the prompt at once: a half-prefilled prompt that waits for pages could block everyone.
             self.blocks.grow(seq, len(seq.tokens))
-            batch.append(Scheduled(seq, seq.num_computed, stop))
+            batch.append(Scheduled(seq, seq.num_computed, stop, stop == len(seq.tokens)))
             budget -= stop - seq.num_computed
             if stop == len(seq.tokens):
                 self.waiting.popleft()
@@ -71,14 +68,19 @@ class Scheduler:
     def _schedule_turns(self) -> list[Scheduled]:
         """Rows of new turns: the last sampled token and the environment's answer, chunked to the token budget."""
         turns = [s for s in self.running if len(s.tokens) - s.num_computed > 1]
-        return self._schedule_running(turns, self.max_tokens_per_step)
+        return self._schedule_running(turns, self.max_tokens_per_step) if turns else []
 
     def _schedule_running(self, wanted: Iterable[Sequence], budget: int | None) -> list[Scheduled]:
         """Pending rows of running sequences; where pages run out, sequences are preempted, the youngest first."""
         batch: list[Scheduled] = []
         pending = deque(wanted)
+        page_size = self.blocks.page_size
         while pending and (budget is None or budget > 0):
             seq = pending.popleft()
+            rows = len(seq.tokens)
+            if budget is None and rows <= len(seq.block_table) * page_size:  # nearly every decode row
+                batch.append(Scheduled(seq, seq.num_computed, rows, True))
+                continue
             while seq.status is Status.RUNNING and not self.blocks.can_grow(seq, len(seq.tokens)):
                 victim = next(s for s in reversed(self.running) if s is seq or not any(b.seq is s for b in batch))
                 self._preempt(victim)
@@ -88,7 +90,7 @@ class Scheduler:
                 continue
             self.blocks.grow(seq, len(seq.tokens))
             stop = len(seq.tokens) if budget is None else min(len(seq.tokens), seq.num_computed + budget)
-            batch.append(Scheduled(seq, seq.num_computed, stop))
+            batch.append(Scheduled(seq, seq.num_computed, stop, stop == len(seq.tokens)))
             budget = None if budget is None else budget - (stop - seq.num_computed)
         return batch
 

@@ -68,10 +68,11 @@ class Sequence:
         self.logprobs.append(logprob)
         self.versions.append(version)
         self.sampled.append(True)
-        sampling = self.request.sampling
+        request = self.request
+        sampling = request.sampling
         if token in sampling.stop_token_ids:
             self.finish_reason = "stop"
-        elif self.num_new >= sampling.max_new_tokens:
+        elif len(self.tokens) - len(request.prompt_ids) >= sampling.max_new_tokens:
             self.finish_reason = "length"
 
     def continue_with(self, reply: list[int]) -> None:

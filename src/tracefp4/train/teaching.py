@@ -80,36 +80,50 @@ def supervised_batch(
         prompt, on the environment's replies and on padding: the loss covers sampled tokens only, the end-of-sequence
         tokens included.
     """
-    rows = [_row(teacher, prompt, tokenizer) for prompt in prompts]
+    rows = _rows(teacher, prompts, tokenizer)
     width = max(len(ids) for ids, _ in rows)
     input_ids = torch.full((len(rows), width), int(tokenizer.pad_token_id), dtype=torch.int64)
     labels = torch.full_like(input_ids, IGNORED_LABEL)
     for i, (ids, taught) in enumerate(rows):
-        input_ids[i, : len(ids)] = torch.tensor(ids)
-        labels[i, : len(ids)] = torch.tensor(
-            [token if learn else IGNORED_LABEL for token, learn in zip(ids, taught, strict=True)]
-        )
+        row = torch.tensor(ids)
+        input_ids[i, : len(ids)] = row
+        labels[i, : len(ids)] = row.where(torch.tensor(taught), torch.tensor(IGNORED_LABEL))
     mask = (torch.arange(width)[None] < torch.tensor([len(ids) for ids, _ in rows])[:, None]).long()
     return {"input_ids": input_ids, "attention_mask": mask, "labels": labels}
 
 
-def _row(teacher: SolvedTask, prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
-    """(token ids, whether each is learned)."""
+def _rows(
+    teacher: SolvedTask, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[list[int], list[bool]]]:
+    """(token ids, whether each is learned) of every prompt; all texts are encoded in one call."""
+    parts = [_parts(teacher, prompt) for prompt in prompts]
+    texts = [text for row in parts for text, _ in row]
+    encoded = iter(tokenizer(texts).input_ids)
+    rows = []
+    for row in parts:
+        ids, taught = list[int](), list[bool]()
+        for _, learned in row:
+            written = [*next(encoded), *([tokenizer.eos_token_id] if learned else [])]
+            ids += written
+            taught += [learned] * len(written)
+        rows.append((ids, taught))
+    return rows
+
+
+def _parts(teacher: SolvedTask, prompt: Prompt) -> list[tuple[str, bool]]:
+    """(text, whether the policy writes it): the prompt, then the policy's turns and the replies between them."""
     turns = teacher.turns(prompt) if isinstance(teacher, Teacher) else [teacher.solution(prompt)]
-    ids: list[int] = list(tokenizer(prompt.text).input_ids)
-    taught = [False] * len(ids)
+    parts = [(prompt.text, False)]
     for count, turn in enumerate(turns, start=1):
-        written = [*tokenizer(turn).input_ids, tokenizer.eos_token_id]
-        ids, taught = ids + written, taught + [True] * len(written)
+        parts.append((turn, True))
         if count < len(turns):
             assert isinstance(teacher, Teacher)
             assert isinstance(teacher.task, ToolTask)
             reply = teacher.task.respond(prompt, turns[:count])
             if reply is None:
                 raise ValueError(f"the environment ends problem {prompt.id} before its solution does")
-            heard = list(tokenizer(reply).input_ids)
-            ids, taught = ids + heard, taught + [False] * len(heard)
-    return ids, taught
+            parts.append((reply, False))
+    return parts
 
 
 @torch.inference_mode()

@@ -407,10 +407,14 @@ def _use_portable_tokenizer_class(path: Path) -> None:
     path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def _version(distribution: str) -> str:
-    from importlib.metadata import version
+def _version(distribution: str) -> str | None:
+    """None where the package is on the path without its metadata."""
+    from importlib.metadata import PackageNotFoundError, version
 
-    return version(distribution)
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -225,6 +225,27 @@ def test_pieces_of_another_output_own_nothing(store: ShardStore) -> None:
     assert Rolled(own.token_ids, [other, own], engine, store).segments == [(0, own.num_rows)]
 
 
+def test_branches_of_one_prompt_do_not_own_each_others_rows(store: ShardStore) -> None:
+    engine = make_engine("trace-all", store=store)
+    a = generate(engine, "a", PROMPT, 6)
+    engine.update_weights(tiny_weights(tiny_config(), seed=1).items(), 1)
+    b = generate(engine, "b", PROMPT, 6)
+    assert a.response_ids[0] != b.response_ids[0]
+    assert Rolled(b.token_ids, [a, b], engine, store).segments == [(0, b.num_rows)]
+    assert Rolled(a.token_ids, [a, b], engine, store).segments == [(0, a.num_rows)]
+
+
+def test_a_session_holds_the_routing_of_each_row_once(store: ShardStore) -> None:
+    rolled = rolled_in_two_turns(store)
+    first, second = (piece(t, rolled.hash) for t in rolled.parts)
+    held = [first.after([]), second.after([first])]
+    seam = rolled.parts[0].num_rows
+    assert [len(p.routed) for p in held] == [seam, rolled.parts[1].num_rows - seam]
+    assert join_pieces(rolled.tokens, held).routed.tolist() == rolled.joined.routed.tolist()
+    rewritten = replace(first, tokens=(*first.tokens[:-1], 31))
+    assert second.after([rewritten]) is second
+
+
 def test_a_piece_without_a_token_owns_nothing(store: ShardStore) -> None:
     engine = make_engine("trace-all", store=store)
     engine.add_request(Request("turned away", PROMPT, SamplingParams(max_new_tokens=6)))

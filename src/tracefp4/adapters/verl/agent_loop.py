@@ -46,7 +46,7 @@ class GuidedClient(LLMServerClient):
         tokens = [*prompt_ids, *output.token_ids]
         piece = Piece(tokens, len(output.token_ids), output.extra_fields.get(FIELD), output.routed_experts)
         for pieces in _gathering.get():
-            pieces.append(piece)
+            pieces.append(piece.after(pieces))
         return output
 
 

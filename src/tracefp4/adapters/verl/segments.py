@@ -105,13 +105,28 @@ def read_note(note: Mapping[str, Any] | None, recipe_hash: str) -> list[Segment]
 class Piece:
     """One request as the client saw it: tokens (prompt and what was generated), its note, its routing.
 
-    tokens int [L]; routed int16 [L - 1, M, K] or None.
+    tokens int [L], the last ``generated`` of them sampled. routed int16 [L - 1 - skipped, M, K] or None: of the rows
+    from ``skipped`` on.
     """
 
     tokens: Sequence[int]
     generated: int
     note: Mapping[str, Any] | None
     routed: Any = None
+    skipped: int = 0
+
+    def after(self, earlier: Sequence[Piece]) -> Piece:
+        """Without the routing that the piece before holds, which a session of many turns would hold many times.
+
+        Only where this piece goes on from all of its tokens: whatever output has tokens of this one has those too.
+        """
+        last = earlier[-1] if earlier else None
+        if last is None or self.routed is None or last.note is None or not last.generated:
+            return self
+        if _common_prefix(np.asarray(last.tokens), np.asarray(self.tokens)) < len(last.tokens):
+            return self
+        held = max((Segment.unpack(packed).stop for packed in last.note["segments"]), default=0)
+        return replace(self, routed=np.asarray(self.routed)[held:].copy(), skipped=held)
 
 
 @dataclass(frozen=True)
@@ -127,12 +142,13 @@ class Joined:
 def join_pieces(tokens: Sequence[int], pieces: Iterable[Piece]) -> Joined:
     """The segments of a sequence of L tokens, from the pieces that led to it, in the order they were generated.
 
-    A piece counts as far as its tokens are the sequence's own, from the first on: what an agent loop rewrote, cut off
-    or gave to another output is owned by no piece. Raises GuidanceError for pieces of different recipes.
+    A piece counts as far as its tokens are the sequence's own, from the first on, if one that it sampled is among them:
+    what an agent loop rewrote, cut off or gave to another output is owned by no piece. Raises GuidanceError for pieces
+    of different recipes.
     """
     own = np.asarray(tokens)
     segments: list[Segment] = []
-    routed: list[Any] = []
+    routed: list[tuple[int, int, Piece]] = []
     recipe: str | None = None
     covered = 0
     for piece in pieces:
@@ -144,13 +160,16 @@ def join_pieces(tokens: Sequence[int], pieces: Iterable[Piece]) -> Joined:
                 "replica from the same actor_rollout_ref.model.override_config.tracefp4"
             )
         recipe = piece.note["recipe"]
-        same = min(_common_prefix(np.asarray(piece.tokens), own), len(own) - 1)
+        same = _common_prefix(np.asarray(piece.tokens), own)
+        if same <= len(piece.tokens) - piece.generated:
+            continue
+        same = min(same, len(own) - 1)
         added = [s.clip(covered, same) for s in map(Segment.unpack, piece.note["segments"])]
         added = [s for s in added if s.start < s.stop]
         if not added:
             continue
         segments += added
-        routed.append((covered, added[-1].stop, piece.routed))
+        routed.append((covered, added[-1].stop, piece))
         covered = added[-1].stop
     if recipe is None:
         return Joined(None, None, None)
@@ -165,16 +184,19 @@ def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     return int(differ[0]) if len(differ) else n
 
 
-def _join_routing(parts: Sequence[tuple[int, int, Any]]) -> Any:
+def _join_routing(parts: Sequence[tuple[int, int, Piece]]) -> Any:
     """Rows of each part's own range; -1 where a part has none. None where no part has any."""
-    known = next((np.asarray(routed) for _, _, routed in parts if routed is not None), None)
+    known = next((np.asarray(p.routed) for _, _, p in parts if p.routed is not None), None)
     if known is None:
         return None
     rows = []
-    for start, stop, routed in parts:
-        own = known[:0] if routed is None else np.asarray(routed)[start:stop]
+    for start, stop, piece in parts:
+        own = np.full((stop - start, *known.shape[1:]), -1, dtype=known.dtype)
+        if piece.routed is not None:
+            at = max(start, piece.skipped)
+            held = np.asarray(piece.routed)[at - piece.skipped : stop - piece.skipped]
+            own[at - start : at - start + len(held)] = held
         rows.append(own)
-        rows.append(np.full((stop - start - len(own), *known.shape[1:]), -1, dtype=known.dtype))
     return np.concatenate(rows)
 
 

@@ -19,9 +19,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tracefp4.formats import QuantizedBlocks, get_format
 from tracefp4.kernels.grouped_experts.packed import PackedExperts
+from tracefp4.kernels.grouped_experts.triton_products import UP, products_dense, products_fp4, silu_mul
 from tracefp4.kernels.triton_layout import require_pairs
 from tracefp4.kernels.triton_math import (
     IEEE,
@@ -32,6 +34,7 @@ from tracefp4.kernels.triton_math import (
     encode_e2m1,
     encode_e4m3,
     encode_scale_of,
+    follow,
     from_bf16,
     multiplier,
     to_bf16,
@@ -40,19 +43,18 @@ from tracefp4.kernels.triton_math import (
 from tracefp4.kernels.triton_unpack import block_scales, spread_columns, unpack
 
 INTERPRETED = triton.knobs.runtime.interpret
-UP = tl.constexpr(2.0**14)
-"""What undoes the factor of an FP16 operand."""
 
 
 @triton.jit
 def _route(
     experts, order, offsets, block_expert, block_start, block_count, M,
-    E: tl.constexpr, EP: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program e lists the rows of expert e in order of (token, choice), and its blocks of R rows.
 
     Every program counts all choices for itself, so none waits for another.
     """
+    follow(PDL)
     e = tl.program_id(0)
     i, bins = tl.arange(0, CHUNK), tl.arange(0, EP)
     counts = tl.zeros([EP], tl.int32)
@@ -83,11 +85,13 @@ def _operand_rows(
     x, codes_in, scales_in, s_in, out, factor_out, x_stride,
     I: tl.constexpr, NB: tl.constexpr, CODES: tl.constexpr, QUANTIZE: tl.constexpr, S_STRIDE: tl.constexpr,
     STATIC: tl.constexpr, POW2: tl.constexpr, EXACT: tl.constexpr, ENCODE_MAX: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One row as FP16 [I] in the order of the products, and the f32 factor that its sums are owed.
 
     CODES: of quantized codes, scales and S; QUANTIZE: quantizes x first; neither: x as it is.
     """
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, NB)
     i = b[:, None] * 16 + tl.arange(0, 16)[None, :]
@@ -140,13 +144,6 @@ def _add_tile(acc, words, scale_pairs, x0, x1, x2, x3, x4, x5, x6, x7, BO: tl.co
 
 
 @triton.jit
-def _silu_mul(gate, up):
-    """silu(gate) * up of sums rounded to BF16, as a model that stores them computes it."""
-    gate, up = from_bf16(to_bf16(gate)), from_bf16(to_bf16(up))
-    return gate / (1.0 + tl.exp(-gate)) * up
-
-
-@triton.jit
 def _block_of_rows(order, offsets, block_expert, block_start, R: tl.constexpr, BY_ORDER: tl.constexpr):
     """(expert, rows [R], which are real, place of each in the (token, choice) order)."""
     block = tl.program_id(0)
@@ -161,12 +158,13 @@ def _block_of_rows(order, offsets, block_expert, block_start, R: tl.constexpr, B
 def _products_fp4(
     x, factor, words, weight_scales, epilogue, out, order, offsets, block_expert, block_start, block_count,
     K: tl.constexpr, I: tl.constexpr, O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
-    ASM: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """GATED: rows of tokens -> silu(gate) * up [M, O/2], in sorted order; else sorted rows -> [M, O] by position.
 
     words int32 [E, T, O, 16], weight_scales int16 [E, T, O, 4].
     """
+    follow(PDL)
     if tl.program_id(0) >= tl.load(block_count):
         return
     T: tl.constexpr = I // 128
@@ -204,7 +202,7 @@ def _products_fp4(
     owed_R = tl.load(factor + source, mask=real, other=0.0)[None, :]
     y = acc * owed_e * owed_R
     if GATED:
-        y = _silu_mul(y, acc_up * owed_e * owed_R)
+        y = silu_mul(y, acc_up * owed_e * owed_R)
         target = m.to(tl.int64)
     else:
         target = position.to(tl.int64)
@@ -215,9 +213,10 @@ def _products_fp4(
 def _products_dense(
     x, weights, out, order, offsets, block_expert, block_start, block_count,
     K: tl.constexpr, I: tl.constexpr, O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
-    BI: tl.constexpr,
+    BI: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The same over BF16 weights [E, O, I] and BF16 rows in their own order."""
+    follow(PDL)
     if tl.program_id(0) >= tl.load(block_count):
         return
     WIDTH: tl.constexpr = O // 2 if GATED else O
@@ -240,7 +239,7 @@ def _products_dense(
             )
             acc_up = dot(v_t, x_t, acc_up)
     if GATED:
-        y = _silu_mul(acc, acc_up)
+        y = silu_mul(acc, acc_up)
         target = m.to(tl.int64)
     else:
         y = acc
@@ -249,8 +248,9 @@ def _products_dense(
 
 
 @triton.jit
-def _weighted_sum(rows, gates, out, K: tl.constexpr, O: tl.constexpr, BLOCK: tl.constexpr):
+def _weighted_sum(rows, gates, out, K: tl.constexpr, O: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out [N, O] = sum over k, in order, of gates [N, K] times rows BF16 [N, K, O]; FP32, rounded once."""
+    follow(PDL)
     n = tl.program_id(0).to(tl.int64)
     o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -262,7 +262,12 @@ def _weighted_sum(rows, gates, out, K: tl.constexpr, O: tl.constexpr, BLOCK: tl.
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """Output features and rows of a program, its warps and pipeline stages; dense_inner: inputs a step of BF16."""
+    """Output features and rows of a program, its warps and pipeline stages.
+
+    dense_inner: inputs a step of BF16. down: output features of a program of the second product, 0: as of the first.
+    strips: the products of `triton_products`, with its GROUP, TAILS, and BULK for BF16 weights. pdl: kernels
+    are launched before the one ahead of them has ended (programmatic dependent launch, SM90 and later).
+    """
 
     outputs: int
     rows: int
@@ -270,6 +275,12 @@ class ExpertsConfig:
     num_stages: int
     dense_inner: int = 64
     asm: bool = True
+    down: int = 0
+    strips: bool = False
+    group: int = 8
+    tails: int = 0
+    bulk: bool = False
+    pdl: bool = False
 
 
 def default_config(fp4: bool, rows_per_expert: float) -> ExpertsConfig:
@@ -294,6 +305,11 @@ def default_config(fp4: bool, rows_per_expert: float) -> ExpertsConfig:
     return ExpertsConfig(outputs=64, rows=rows, num_warps=4, num_stages=4, dense_inner=128)
 
 
+def _following(pdl: bool) -> dict[str, bool]:
+    """Constants and options of a launch that `follow` belongs to."""
+    return {"PDL": pdl, "launch_pdl": pdl} if pdl else {"PDL": False}
+
+
 @dataclass(frozen=True)
 class DeviceRouting:
     """What `_route` finds, all int32 on the device: see there. blocks: an upper bound of their number."""
@@ -310,7 +326,7 @@ class DeviceRouting:
         return self.order, self.offsets, self.block_expert, self.block_start, self.block_count
 
 
-def route(experts_NK: Tensor, num_experts: int, rows: int) -> DeviceRouting:
+def route(experts_NK: Tensor, num_experts: int, rows: int, pdl: bool = False) -> DeviceRouting:
     """Sorted order and blocks of `rows` rows for a choice of experts int64 [N, K]."""
     M = experts_NK.numel()
     blocks = max(1, min(num_experts, M) + M // rows)
@@ -320,13 +336,16 @@ def route(experts_NK: Tensor, num_experts: int, rows: int) -> DeviceRouting:
     chunk = min(4096, max(128, triton.next_power_of_2(M)))
     _route[(num_experts,)](
         experts_NK, *routing.tensors, M, E=num_experts, EP=triton.next_power_of_2(num_experts), R=rows, CHUNK=chunk,
-        num_warps=4,
+        num_warps=4, **_following(pdl),
     )  # fmt: skip
     return routing
 
 
 def operand_rows(
-    x: Tensor | QuantizedBlocks, format: str | None = None, encode_scale: str | float | Tensor = "row"
+    x: Tensor | QuantizedBlocks,
+    format: str | None = None,
+    encode_scale: str | float | Tensor = "row",
+    pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(FP16 [N, I] in the products' order, f32 [N] factors) of BF16 rows, quantized first if a format is given, or of
     rows that are quantized already."""
@@ -352,7 +371,7 @@ def operand_rows(
             S_STRIDE=1 if s is not None and s.ndim else 0, STATIC=codes is None and s is not None,
             POW2=isinstance(encode_scale, str) and encode_scale == "row-pow2", EXACT=format == "nvfp4-exact",
             ENCODE_MAX=get_format(format or "nvfp4").encode_max,
-            num_warps=min(8, max(1, blocks // (64 if N >= 1024 else 32))), **IEEE,
+            num_warps=min(8, max(1, blocks // (64 if N >= 1024 else 32))), **IEEE, **_following(pdl),
         )  # fmt: skip
     return out, factor
 
@@ -362,20 +381,33 @@ def products(
     out_rows: int, config: ExpertsConfig,
 ) -> Tensor:  # fmt: skip
     """Grouped product over all blocks of rows; gated: of tokens, with SiLU; else of sorted rows, by position."""
-    fp4 = isinstance(weights, PackedExperts)
     O, I = (weights.outputs, weights.inputs) if isinstance(weights, PackedExperts) else weights.shape[1:]
     width = O // 2 if gated else O
+    outputs = config.outputs if gated or not config.down else config.down
     out = torch.empty(out_rows, width, dtype=torch.bfloat16, device=rows.device)
-    grid = (routing.blocks, triton.cdiv(width, config.outputs))
-    common = {"K": K, "I": I, "O": O, "GATED": gated, "BO": config.outputs, "R": config.rows}
-    launch = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    common = {"K": K, "I": I, "O": O, "GATED": gated, "BO": outputs, "R": config.rows}
+    launch = {"num_warps": config.num_warps, "num_stages": config.num_stages, **_following(config.pdl)}
+    columns = triton.cdiv(width, outputs)
+    if config.strips:
+        group = min(config.group, routing.blocks)
+        grid: tuple[int, ...] = (triton.cdiv(routing.blocks, group) * group * columns,)
+        common["TAILS"] = config.tails
+    else:
+        grid = (routing.blocks, columns)
     if isinstance(weights, PackedExperts):
-        assert fp4
-        kernel = _products_fp4[grid](
-            rows, factor, weights.words, weights.scales.view(torch.int16), weights.epilogue, out, *routing.tensors,
-            ASM=config.asm, **common, **launch,
-        )  # fmt: skip
+        operands = (rows, factor, weights.words, weights.scales.view(torch.int16), weights.epilogue, out)
+        if config.strips:
+            kernel = products_fp4[grid](*operands, *routing.tensors, group, ASM=config.asm, **common, **launch)
+        else:
+            kernel = _products_fp4[grid](*operands, *routing.tensors, ASM=config.asm, **common, **launch)
         require_pairs(kernel)
+    elif config.strips and I % config.dense_inner == 0:
+        if config.bulk:
+            block = [outputs, config.dense_inner]
+            weights = TensorDescriptor.from_tensor(weights.flatten(0, 1), block)
+        products_dense[grid](
+            rows, weights, out, *routing.tensors, group, BI=config.dense_inner, BULK=config.bulk, **common, **launch
+        )
     else:
         _products_dense[grid](rows, weights, out, *routing.tensors, BI=config.dense_inner, **common, **launch)
     return out
@@ -401,17 +433,19 @@ def routed_experts(
     if N == 0:
         return out
     config = config or default_config(fp4, M / E)
-    routing = route(experts_NK, E, config.rows)
+    routing = route(experts_NK, E, config.rows, config.pdl)
     factor: Tensor | None = None
     if fp4:
-        rows, factor = operand_rows(x, format, encode_scale)
+        rows, factor = operand_rows(x, format, encode_scale, config.pdl)
     else:
         assert isinstance(x, Tensor)
         rows = x
     hidden = products(rows, factor, gate_up, routing, K, True, M, config)
     if fp4:
-        hidden, factor = operand_rows(hidden, format, encode_scale)
+        hidden, factor = operand_rows(hidden, format, encode_scale, config.pdl)
     y = products(hidden, factor, down, routing, K, False, M, config)
     block = min(1024, triton.next_power_of_2(O))
-    _weighted_sum[(N, triton.cdiv(O, block))](y, gates_NK, out, K=K, O=O, BLOCK=block, num_warps=4)
+    _weighted_sum[(N, triton.cdiv(O, block))](
+        y, gates_NK, out, K=K, O=O, BLOCK=block, num_warps=4, **_following(config.pdl)
+    )
     return out

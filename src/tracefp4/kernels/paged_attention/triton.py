@@ -3,12 +3,14 @@
 Legend: B sequences, H query heads, G KV heads, R = H/G query heads of each, D head_dim, N tokens of a tile, U values
 of an unpacking unit (a word of 8, or half a word of 4 where D = 64), W = D/U units of a row.
 
-Each program takes one share of one (sequence, KV head)'s context and all R query heads of it. Scores are computed
-transposed, [N, R] = K q^T, and so are outputs, [D, R] = V^T p^T: the cache is the large operand and sits in the
-tensor core's row dimension, R in the column dimension, which may be as narrow as 8, so no work goes into padding.
-Of an FP4 row, value j of every unit forms a matrix [N, W] of its own: unpacking a register of units gives U registers
-of BF16 pairs, none of which has to move to another thread. The dots over j then add up (scores) or stay apart
-(outputs, un-permuted by the second kernel). A second kernel adds the shares.
+A share is a part of one (sequence, KV head)'s context with all R query heads of it. Either every program has one share,
+contexts being cut into SPLITS, or the tiles of all contexts, one behind the other, are cut into as many equal parts as
+there are programs, and a program has the shares that its part consists of. Scores are computed transposed, [N, R] =
+K q^T, and so are outputs, [D, R] = V^T p^T: the cache is the large operand and sits in the tensor core's row
+dimension, R in the column dimension, which may be as narrow as 8, so no work goes into padding. Of an FP4 row, value j
+of every unit forms a matrix [N, W] of its own: unpacking a register of units gives U registers of BF16 pairs, none of
+which has to move to another thread. The dots over j then add up (scores) or stay apart (outputs, un-permuted by the
+second kernel). A second kernel adds the shares.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from tracefp4.kernels.paged_attention.cache import PagedCache
 from tracefp4.kernels.triton_layout import require_pairs
-from tracefp4.kernels.triton_math import dot, from_bf16, to_bf16
+from tracefp4.kernels.triton_math import dot, follow, from_bf16, to_bf16
 from tracefp4.kernels.triton_unpack import VALUE_EXPONENT, block_scales, spread, spread_columns, token_scales, unpack
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -84,26 +86,22 @@ def _two_halves(a, b, ROWS: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _attend_fp4(
-    q, k, v, k_scales, v_scales, tables, lengths, partial, lse, scale_log2, table_stride, SPLITS,
+def _share_fp4(
+    q, k, v, k_scales, v_scales, tables, partial, lse, scale_log2, table_stride, b, g, start, stop, at,
     G: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     WIDE: tl.constexpr, ASM: tl.constexpr, MOVE: tl.constexpr,
 ):  # fmt: skip
-    """k int32 [P, G, PAGE, W], v int32 [P, G, W, PAGE]; k_scales and v_scales seen as int16, two bytes in one.
+    """Tokens [start, stop) of sequence b and KV head g, to share number `at`.
 
-    partial f32 [B, G, SPLITS, R, J, X] holds each share's own softmax; lse f32 [B, G, SPLITS, R] its log2 weight.
+    k int32 [P, G, PAGE, W], v int32 [P, G, W, PAGE]; k_scales and v_scales seen as int16, two bytes in one. partial
+    f32 [shares, R, J, X] holds each share's own softmax; lse f32 [shares, R] its log2 weight.
     """
     W: tl.constexpr = D // 8  # words of a row
     SPREAD: tl.constexpr = W >= 16
     X: tl.constexpr = W if W >= 16 else 16  # units of a part: below 16 words, half words
     ALIGNED: tl.constexpr = PAGE % TILE == 0
-    split, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start, stop = _share(tl.load(lengths + b), split, SPLITS, TILE)
-    at = ((b * G + g) * SPLITS + split) * R
+    at *= R
     x, r, n = tl.arange(0, X), tl.arange(0, RP), tl.arange(0, TILE)
-    if start >= stop:
-        tl.store(lse + at + r, tl.full([RP], float("-inf"), tl.float32), mask=r < R)
-        return
     # Queries, times a power of two that brings the largest of each into [1, 2): FP16 then holds their BF16 values.
     real = (r < R)[None, :]
     if SPREAD:
@@ -228,19 +226,14 @@ def _attend_fp4(
 
 
 @triton.jit
-def _attend_dense(
-    q, k, v, tables, lengths, partial, lse, scale_log2, table_stride, SPLITS,
+def _share_dense(
+    q, k, v, tables, partial, lse, scale_log2, table_stride, b, g, start, stop, at,
     G: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """k, v BF16 [P, G, PAGE, D]; partial f32 [B, G, SPLITS, R, D]; scores upright, [R, N], as there is time to pad."""
-    split, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start, stop = _share(tl.load(lengths + b), split, SPLITS, TILE)
-    at = ((b * G + g) * SPLITS + split) * R
+    """k, v BF16 [P, G, PAGE, D]; partial f32 [shares, R, D]; scores upright, [R, N], as there is time to pad."""
+    at *= R
     d, r, n = tl.arange(0, D), tl.arange(0, RP), tl.arange(0, TILE)
-    if start >= stop:
-        tl.store(lse + at + r, tl.full([RP], float("-inf"), tl.float32), mask=r < R)
-        return
     real = (r < R)[:, None]
     q_RD = tl.load(q + ((b * G + g) * R + r[:, None]) * D + d[None, :], mask=real, other=0.0)
     o = tl.zeros([RP, D], tl.float32)
@@ -275,29 +268,122 @@ def _attend_dense(
 
 
 @triton.jit
-def _combine(
-    partial, lse, out, v_epilogue, SPLITS,
-    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, FP4: tl.constexpr, CHUNK: tl.constexpr,
+def _attend(
+    q, k, v, k_scales, v_scales, tables, lengths, partial, lse, scale_log2, table_stride, SPLITS,
+    G: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    WIDE: tl.constexpr, FP4: tl.constexpr, ASM: tl.constexpr, MOVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Adds the shares of one (sequence, query head): out [B, H, D]; 0 where the context is empty."""
-    h, b = tl.program_id(0), tl.program_id(1)
-    base = ((b * G + h // R) * SPLITS).to(tl.int64)
+    """One share a program: split, KV head, sequence; shares [B, G, SPLITS]."""
+    follow(PDL)
+    split, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start, stop = _share(tl.load(lengths + b), split, SPLITS, TILE)
+    at = (b * G + g) * SPLITS + split
+    if start >= stop:
+        r = tl.arange(0, RP)
+        tl.store(lse + at * R + r, tl.full([RP], float("-inf"), tl.float32), mask=r < R)
+        return
+    if FP4:
+        _share_fp4(
+            q, k, v, k_scales, v_scales, tables, partial, lse, scale_log2, table_stride, b, g, start, stop, at,
+            G, R, RP, D, PAGE, TILE, WIDE, ASM, MOVE,
+        )  # fmt: skip
+    else:
+        _share_dense(
+            q, k, v, tables, partial, lse, scale_log2, table_stride, b, g, start, stop, at,
+            G, R, RP, D, PAGE, TILE, WIDE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _attend_evenly(
+    q, k, v, k_scales, v_scales, tables, lengths, partial, lse, spans, scale_log2, table_stride, B, PROGRAMS,
+    BP: tl.constexpr, LEAST: tl.constexpr,
+    G: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    WIDE: tl.constexpr, FP4: tl.constexpr, ASM: tl.constexpr, MOVE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Equal parts of all tiles, at least LEAST tiles each; in order of sequence, KV head, token.
+
+    Program p's share of context c = b * G + g has the number p + c: no two have the same, since the next program's
+    first context is this one's last or a later one. spans int32 [B, G, 2]: first and last program of a context.
+    """
+    follow(PDL)
+    p = tl.program_id(0)
+    i = tl.arange(0, BP)
+    tiles_B = tl.cdiv(tl.load(lengths + i, mask=i < B, other=0), TILE) * G
+    after_B = tl.cumsum(tiles_B, axis=0)
+    total = tl.sum(tiles_B, axis=0)
+    part = tl.maximum(tl.cdiv(total, PROGRAMS), LEAST)
+    here, end = p * part, tl.minimum((p + 1) * part, total)
+    before = after_B <= here
+    b = tl.sum(before.to(tl.int32), axis=0)
+    base = tl.max(tl.where(before, after_B, 0), axis=0)  # tiles of the sequences before b
+    while here < end:
+        length = tl.load(lengths + b)
+        tiles = tl.cdiv(length, TILE)
+        if tiles > 0:
+            g = (here - base) // tiles
+            first = here - base - g * tiles
+            last = tl.minimum(tiles, first + end - here)
+            c = b * G + g
+            if first == 0:
+                tl.store(spans + 2 * c, p)
+            if last == tiles:
+                tl.store(spans + 2 * c + 1, p)
+            start, stop = first * TILE, tl.minimum(last * TILE, length)
+            if FP4:
+                _share_fp4(
+                    q, k, v, k_scales, v_scales, tables, partial, lse, scale_log2, table_stride, b, g, start, stop,
+                    p + c, G, R, RP, D, PAGE, TILE, WIDE, ASM, MOVE,
+                )  # fmt: skip
+            else:
+                _share_dense(
+                    q, k, v, tables, partial, lse, scale_log2, table_stride, b, g, start, stop, p + c,
+                    G, R, RP, D, PAGE, TILE, WIDE,
+                )  # fmt: skip
+            here += last - first
+        if here >= base + tiles * G:
+            base += tiles * G
+            b += 1
+
+
+@triton.jit
+def _combine(
+    partial, lse, lengths, spans, out, v_epilogue, SPLITS,
+    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, FP4: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
+    EVEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Adds the shares of HEADS query heads of a sequence: out [B, H, D]; 0 where the context is empty."""
+    follow(PDL)
+    h, b = tl.program_id(0) * HEADS, tl.program_id(1)
+    g, r = h // R, h % R + tl.arange(0, HEADS)
+    if EVEN:
+        count = 0
+        base = b * 0
+        if tl.load(lengths + b) > 0:
+            p = tl.load(spans + 2 * (b * G + g))
+            count = tl.load(spans + 2 * (b * G + g) + 1) - p + 1
+            base = b * G + g + p
+    else:
+        count = SPLITS
+        base = (b * G + g) * SPLITS
     c, d = tl.arange(0, CHUNK), tl.arange(0, D)
-    m = -float("inf")
-    total = 0.0
-    acc = tl.zeros([D], tl.float32)
-    for first in tl.range(0, SPLITS, CHUNK):
-        at = (base + first + c) * R + h % R
-        x = tl.load(lse + at, mask=first + c < SPLITS, other=float("-inf"))
+    m = tl.full([HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    acc = tl.zeros([HEADS, D], tl.float32)
+    for first in tl.range(0, count, CHUNK):
+        at = ((base + first + c) * R).to(tl.int64)[:, None] + r[None, :]
+        x = tl.load(lse + at, mask=(first + c < count)[:, None], other=float("-inf"))
         m_new = tl.maximum(m, tl.max(x, axis=0))
         # Shares without tokens were never written: neither their weight nor a stray NaN may count.
         reference = tl.where(m_new == float("-inf"), 0.0, m_new)
-        weight = tl.where(x == float("-inf"), 0.0, tl.exp2(x - reference))
-        rows = tl.load(partial + at[:, None] * D + d[None, :], mask=(x != float("-inf"))[:, None], other=0.0)
+        weight = tl.where(x == float("-inf"), 0.0, tl.exp2(x - reference[None, :]))
+        there = (x != float("-inf"))[:, :, None]
+        rows = tl.load(partial + at[:, :, None] * D + d[None, None, :], mask=there, other=0.0)
         factor = tl.exp2(m - reference)
-        acc = acc * factor + tl.sum(rows * weight[:, None], axis=0)
+        acc = acc * factor[:, None] + tl.sum(rows * weight[:, :, None], axis=0)
         total = total * factor + tl.sum(weight, axis=0)
         m = m_new
+    total = total[:, None]
     y = tl.where(total == 0.0, 0.0, acc / tl.where(total == 0.0, 1.0, total)) * v_epilogue
     if FP4:  # column j * X + x of a share is value j of unit x
         X: tl.constexpr = D // 8 if D >= 128 else 16
@@ -305,14 +391,18 @@ def _combine(
         place = x * 8 + j if D >= 128 else (x % 8) * 8 + (x // 8) * 4 + j
     else:
         place = d
-    tl.store(out + (b * G * R + h).to(tl.int64) * D + place, to_bf16(y))
+    row = (b * G + g).to(tl.int64) * R + r
+    tl.store(out + row[:, None] * D + place[None, :], to_bf16(y))
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
     """How the work is cut: tokens of a tile, warps and pipeline stages of a program, programs wanted on the device.
 
-    asm: unpack with PTX; move: FP4 with one warp and at most 8 query heads per KV head turns operands with `movmatrix`.
+    even: equal parts of all contexts, else one share a program. together: all query heads of a KV head are combined by
+    one program. pdl: kernels are launched before the one ahead of them has ended (programmatic dependent launch, SM90
+    and later). registers: at most so many a thread. asm: unpack with PTX; move: FP4 with one warp and at most 8 query
+    heads per KV head turns operands with `movmatrix`.
     """
 
     tile: int
@@ -321,6 +411,10 @@ class AttentionConfig:
     programs: int
     asm: bool = True
     move: bool = True
+    even: bool = False
+    together: bool = False
+    pdl: bool = False
+    registers: int | None = None
 
 
 def default_config(fp4: bool, head_dim: int, device: torch.device) -> AttentionConfig:
@@ -356,32 +450,43 @@ def paged_decode(
     fp4 = cache.fp4
     config = config or default_config(fp4, D, q_BHD.device)
     splits = max(1, min(config.programs // (B * G), -(-max_length // max(config.tile, 256))))
-    partial = torch.empty(B, G, splits, R, D, dtype=torch.float32, device=q_BHD.device)
-    lse = torch.empty(B, G, splits, R, dtype=torch.float32, device=q_BHD.device)
+    shares = config.programs + B * G if config.even else B * G * splits
+    device = q_BHD.device
+    partial = torch.empty(shares, R, D, dtype=torch.float32, device=device)
+    lse = torch.empty(shares, R, dtype=torch.float32, device=device)
+    spans = torch.empty(B, G, 2, dtype=torch.int32, device=device) if config.even else None
     out = torch.empty_like(q_BHD)
-    log2e = 1.4426950408889634
     rp = max(8 if fp4 else 16, triton.next_power_of_2(R))
-    common = {"G": G, "R": R, "RP": rp, "D": D, "PAGE": cache.page_size, "TILE": config.tile}
-    common["WIDE"] = 2 * cache.k.numel() >= 2**31
-    launch = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    grid = (splits, G, B)
-    if fp4:
-        assert cache.k_scales is not None
-        assert cache.v_scales is not None
-        scale = scaling * cache.k_epilogue * log2e * 2.0**VALUE_EXPONENT
-        kernel = _attend_fp4[grid](
-            q_BHD, cache.k, cache.v, cache.k_scales.view(torch.int16), cache.v_scales.view(torch.int16), tables_BP,
-            lengths_B, partial, lse, scale, tables_BP.stride(0), splits, ASM=config.asm,
-            MOVE=config.asm and config.move and config.num_warps == 1 and rp == 8, **common, **launch,
+    scale = scaling * cache.k_epilogue * 1.4426950408889634 * (2.0**VALUE_EXPONENT if fp4 else 1.0)
+    scales: tuple[Tensor | None, Tensor | None] = (None, None)
+    if cache.k_scales is not None and cache.v_scales is not None:
+        scales = (cache.k_scales.view(torch.int16), cache.v_scales.view(torch.int16))
+    operands = (q_BHD, cache.k, cache.v, *scales, tables_BP, lengths_B, partial, lse)
+    constants = {"G": G, "R": R, "RP": rp, "D": D, "PAGE": cache.page_size, "TILE": config.tile, "FP4": fp4}
+    constants |= {"WIDE": 2 * cache.k.numel() >= 2**31, "ASM": config.asm}
+    constants["MOVE"] = fp4 and config.asm and config.move and config.num_warps == 1 and rp == 8
+    following = {"PDL": config.pdl, **({"launch_pdl": True} if config.pdl else {})}
+    launch = {"num_warps": config.num_warps, "num_stages": config.num_stages, **following}
+    if config.registers is not None:
+        launch["maxnreg"] = config.registers
+    if config.even:
+        kernel = _attend_evenly[(config.programs,)](
+            *operands, spans, scale, tables_BP.stride(0), B, config.programs, BP=triton.next_power_of_2(B),
+            LEAST=max(1, 256 // config.tile), **constants, **launch,
         )  # fmt: skip
-        require_pairs(kernel)
     else:
-        scale = scaling * cache.k_epilogue * log2e
-        _attend_dense[grid](
-            q_BHD, cache.k, cache.v, tables_BP, lengths_B, partial, lse, scale, tables_BP.stride(0), splits,
-            **common, **launch,
-        )  # fmt: skip
+        kernel = _attend[(splits, G, B)](*operands, scale, tables_BP.stride(0), splits, **constants, **launch)
+    if fp4:
+        require_pairs(kernel)
     epilogue = cache.v_epilogue * (2.0**VALUE_EXPONENT if fp4 else 1.0)
-    chunk, warps = (16, 4) if splits <= 64 else (64, 8)
-    _combine[(H, B)](partial, lse, out, epilogue, splits, G=G, R=R, D=D, FP4=fp4, CHUNK=chunk, num_warps=warps)
+    together = config.together and triton.next_power_of_2(R) == R
+    heads = R if together else 1
+    most = config.programs // (B * G) if config.even else splits
+    chunk, warps = (16, 4) if most <= 64 else (64, 8)
+    if together:
+        chunk = max(1, min(chunk, 4096 // (R * D)))
+    _combine[(H // heads, B)](
+        partial, lse, lengths_B, spans, out, epilogue, splits, G=G, R=R, D=D, FP4=fp4, CHUNK=chunk, HEADS=heads,
+        EVEN=config.even, num_warps=warps, **following,
+    )  # fmt: skip
     return out

@@ -1,0 +1,470 @@
+"""Ways to cut the work of experts and attention, checked and timed on one GPU: what the defaults are chosen by.
+
+    PYTHONPATH=src python benchmarks/h200_kernels_sweep.py --out DIR [--seconds 240] [--commit HASH] [--only TEXT]
+
+A group is one shape. Its reference is computed once; every candidate is held to it before it is timed, and compared bit
+for bit with the group's first, which is the present default. A line each: median and quartiles of graph replays with a
+cold L2, the share of the roofline (the longer of fewest bytes over the measured copy bandwidth, and operations over the
+measured matrix rate), and the speed over the default. `follow` groups time the three best of another at other sizes.
+The fastest of a group and its default are profiled kernel by kernel. DIR/sweep.json is written after every group.
+
+Kernels are compiled beforehand by as many processes as there are cores (--compile, used by the script itself).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tracefp4.bench import attention, experts
+from tracefp4.bench.registry import Timer, environment
+from tracefp4.kernels.grouped_experts import routed_experts
+from tracefp4.kernels.grouped_experts import triton as expert_kernels
+from tracefp4.kernels.grouped_experts.triton import ExpertsConfig
+from tracefp4.kernels.paged_attention import paged_decode
+from tracefp4.kernels.paged_attention.triton import AttentionConfig
+
+DEVICE = torch.device("cuda")
+QWEN = (experts.HIDDEN, experts.WIDTH, experts.EXPERTS, experts.TOP)
+SMS = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 132
+
+
+@dataclass
+class Group:
+    """Candidates at one shape, the default first; check: raises AssertionError or says how far off a result is."""
+
+    name: str
+    make: Callable[[], Any]
+    candidates: dict[str, Callable[[Any], Any]]
+    reference: Callable[[Any], Any]
+    check: Callable[[Any, Any], str]
+    bytes_moved: int
+    operations: int
+    follow: str = ""  # the group whose three fastest candidates this one takes over
+    foreign: set[str] = field(default_factory=set)  # somebody else's kernels, on inputs of their own: not checked
+    profile: bool = False
+
+
+# -- experts ---------------------------------------------------------------------------------------------------------
+
+
+def strips(outputs: int, rows: int, warps: int, stages: int, down: int, tails: int, **more: Any) -> ExpertsConfig:
+    return ExpertsConfig(outputs, rows, warps, stages, down=down, tails=tails, strips=True, **more)
+
+
+def pieces(outputs: int, rows: int, warps: int, stages: int, **more: Any) -> ExpertsConfig:
+    return ExpertsConfig(outputs, rows, warps, stages, **more)
+
+
+def label(c: Any) -> str:
+    """The settings of a config that are not its class's defaults."""
+    plain = {name: f.default for name, f in type(c).__dataclass_fields__.items()}
+    return " ".join(f"{k}={v}" for k, v in asdict(c).items() if v != plain[k])
+
+
+def by_torch(i: dict[str, Any]) -> Tensor:
+    """The whole MLP with torch's grouped product between this package's routing and weighted sum."""
+    N, K = i["experts_NK"].shape
+    E, O, _ = i["down"].shape
+    routing = expert_kernels.route(i["experts_NK"], E, 128)
+    offsets = routing.offsets[1:]
+    rows = i["x"].index_select(0, routing.order // K)
+    gate, up = F.grouped_mm(rows, i["gate_up"].transpose(1, 2), offs=offsets).chunk(2, dim=-1)
+    y = F.grouped_mm(F.silu(gate) * up, i["down"].transpose(1, 2), offs=offsets)
+    placed = torch.empty_like(y)
+    placed[routing.order.long()] = y
+    out = torch.empty(N, O, dtype=torch.bfloat16, device=y.device)
+    expert_kernels._weighted_sum[(N, O // 1024)](
+        placed, i["gates_NK"], out, K=K, O=O, BLOCK=1024, PDL=False, num_warps=4
+    )
+    return out
+
+
+def check_experts(got: Tensor, want: Tensor) -> str:
+    """Limits of `tracefp4.bench.experts.check`."""
+    got, want = got.float(), want.float()
+    error = ((got - want).norm(dim=-1) / want.norm(dim=-1)).nan_to_num(torch.inf)
+    worst, median = float(error.max()), float(error.median())
+    assert worst < 2e-2, f"worst row off by {worst:.2g}"
+    assert median < 5e-3, f"median row off by {median:.2g}"
+    return f"rows off by {median:.1e}, worst {worst:.1e}"
+
+
+def expert_group(N: int, kind: str, configs: list[ExpertsConfig], follow: str = "", torch_too: bool = False) -> Group:
+    candidates: dict[str, Callable[[Any], Any]] = {"default": partial(experts.run)}
+    candidates |= {label(c): partial(experts.run, config=c) for c in configs}
+    if torch_too and hasattr(F, "grouped_mm"):
+        candidates["torch grouped_mm within"] = by_torch
+    return Group(
+        f"experts {kind} {N} tokens",
+        lambda: experts.make(N, kind, DEVICE, QWEN),
+        candidates,
+        lambda inputs: routed_experts(**inputs, backend="torch"),
+        check_experts,
+        experts._bytes(N, kind, QWEN),
+        6 * N * QWEN[3] * QWEN[0] * QWEN[1],
+        follow,
+        profile=not follow,
+    )
+
+
+PREFILL_FP4 = [
+    strips(128, 128, 8, 2, 256, 2),
+    strips(64, 128, 4, 2, 128, 2),
+    strips(128, 128, 8, 3, 256, 2),
+    strips(64, 128, 4, 2, 128, 1),
+    strips(128, 128, 8, 3, 256, 1),
+    strips(128, 64, 8, 3, 256, 1),
+    strips(64, 64, 4, 3, 128, 1),
+    strips(64, 64, 4, 2, 128, 0),
+    strips(128, 128, 8, 2, 256, 0),
+    strips(128, 128, 8, 3, 128, 2),
+    strips(64, 128, 4, 2, 64, 2),
+    strips(128, 128, 8, 2, 256, 2, group=3),
+    strips(128, 128, 8, 2, 256, 2, group=1 << 20),
+    strips(64, 128, 4, 2, 128, 2, group=3),
+    strips(64, 128, 4, 2, 128, 2, group=1 << 20),
+]
+PREFILL_BF16 = [
+    strips(128, 128, 8, 3, 256, 1, bulk=True),
+    strips(128, 128, 8, 3, 256, 1),
+    strips(128, 128, 8, 4, 256, 2, bulk=True),
+    strips(64, 256, 8, 3, 128, 2, bulk=True),
+    strips(64, 128, 4, 3, 128, 1, bulk=True),
+    strips(64, 128, 4, 3, 128, 2),
+    strips(128, 64, 8, 4, 256, 1, bulk=True),
+    strips(128, 128, 8, 4, 256, 2),
+    strips(128, 128, 8, 2, 256, 1, bulk=True, dense_inner=128),
+    strips(128, 128, 8, 3, 256, 1, bulk=True, group=3),
+    strips(128, 128, 8, 3, 256, 1, bulk=True, group=1 << 20),
+    strips(128, 128, 8, 3, 256, 1, group=1 << 20),
+]
+DECODE_FP4 = {
+    499: [
+        strips(64, 64, 4, 3, 128, 2),
+        strips(64, 32, 4, 3, 128, 0),
+        strips(128, 64, 8, 3, 256, 2),
+        strips(64, 64, 4, 2, 128, 1, pdl=True),
+        strips(64, 32, 4, 3, 64, 0, pdl=True),
+        strips(128, 32, 8, 3, 256, 0),
+        pieces(64, 64, 4, 3, pdl=True),
+        pieces(64, 32, 2, 3),
+        pieces(128, 32, 4, 3),
+    ],
+    256: [
+        strips(64, 16, 4, 3, 128, 0),
+        strips(64, 32, 4, 3, 128, 1),
+        strips(128, 32, 8, 3, 256, 1),
+        pieces(64, 16, 1, 3),
+        pieces(64, 32, 2, 3, pdl=True),
+        pieces(32, 32, 1, 3),
+    ],
+    31: [
+        pieces(32, 8, 1, 3, pdl=True),
+        pieces(32, 8, 1, 4),
+        pieces(64, 8, 1, 3),
+        pieces(16, 8, 1, 4),
+        pieces(64, 8, 2, 3),
+        strips(64, 16, 4, 4, 64, 0),
+    ],
+}
+DECODE_BF16 = {
+    85: [
+        pieces(64, 16, 4, 4, dense_inner=128, pdl=True),
+        pieces(64, 8, 4, 4, dense_inner=128),
+        pieces(32, 16, 4, 4, dense_inner=128),
+        strips(64, 16, 4, 4, 128, 0, bulk=True, dense_inner=128),
+        strips(64, 16, 4, 3, 128, 0, bulk=True, dense_inner=128),
+    ],
+    499: [
+        strips(64, 64, 4, 3, 128, 1, bulk=True),
+        strips(64, 32, 4, 4, 128, 0, bulk=True),
+        pieces(64, 64, 4, 3),
+        pieces(64, 32, 4, 4, dense_inner=128, pdl=True),
+    ],
+}
+
+
+# -- attention -------------------------------------------------------------------------------------------------------
+
+
+def cut(tile: int, warps: int, stages: int, per_sm: int, **more: Any) -> AttentionConfig:
+    return AttentionConfig(tile, warps, stages, per_sm * SMS, **more)
+
+
+def exact_attention(inputs: dict[str, Any]) -> list[tuple[int, Tensor]]:
+    """(sequence, its FP32 output) of a few sequences."""
+    found = []
+    for b in sorted({0, len(inputs["q_BHD"]) // 2, len(inputs["q_BHD"]) - 1}):
+        pages = -(-int(inputs["lengths_B"][b]) // inputs["cache"].page_size)
+        one = {k: v[b : b + 1] if k in ("q_BHD", "block_tables_BP", "lengths_B") else v for k, v in inputs.items()}
+        one |= {"block_tables_BP": one["block_tables_BP"][:, :pages], "q_BHD": one["q_BHD"].float()}
+        found.append((b, paged_decode(**one, backend="torch")[0]))
+    return found
+
+
+def check_attention(got: Tensor, want: list[tuple[int, Tensor]]) -> str:
+    """Limits of `tracefp4.bench.attention.check`; sequences that the reference leaves out must be finite."""
+    assert bool(torch.isfinite(got).all()), "values that are not finite"
+    worst, relative = 0.0, 0.0
+    for b, exact in want:
+        error = got[b].float() - exact
+        worst = max(worst, float(error.abs().max()))
+        relative = max(relative, float((error.norm(dim=-1) / exact.norm(dim=-1)).max()))
+    assert worst <= 3 * 2.0**-9 * 6, f"off by {worst:.3g}"
+    assert relative <= 2.0**-7, f"a head is off by {relative:.3g} of its norm"
+    return f"off by {worst:.1e}, {relative:.1e} of a head's norm"
+
+
+def attention_group(
+    name: str, lengths: list[int], kind: str, configs: list[AttentionConfig], sdpa: bool = False, D: int = 128
+) -> Group:
+    heads = (32, 4) if D == 128 else (16, 2)
+    shape: attention.Shape = (lengths, *heads, D, 64)
+    candidates: dict[str, Callable[[Any], Any]] = {"default": partial(attention.run)}
+    candidates |= {label(c): partial(attention.run, config=c) for c in configs}
+
+    def make() -> dict[str, Any]:
+        inputs = attention.make(shape, kind, DEVICE)
+        if sdpa:
+            made = attention.sdpa_inputs(shape, DEVICE)
+            candidates["torch SDPA, not paged"] = lambda _: F.scaled_dot_product_attention(**made, enable_gqa=True)
+        return inputs
+
+    return Group(
+        f"attention {kind} {name}, heads of {D}",
+        make,
+        candidates,
+        exact_attention,
+        check_attention,
+        attention._bytes(shape, kind),
+        4 * sum(lengths) * heads[0] * D,
+        foreign={"torch SDPA, not paged"},
+        profile=kind == "fp4" and len(lengths) > 100,
+    )
+
+
+EVEN = [
+    cut(64, 1, 2, 12, even=True, registers=168),
+    cut(64, 1, 2, 12, even=True, registers=168, together=True, pdl=True),
+    cut(64, 1, 2, 24, even=True, registers=168, together=True),
+    cut(64, 1, 2, 10, even=True),
+]
+SPLIT = [
+    cut(64, 1, 2, 12, pdl=True),
+    cut(64, 1, 2, 14),
+    cut(64, 1, 2, 24),
+    cut(64, 1, 2, 48, together=True),
+]
+MANY = [cut(64, 1, 2, 48), cut(64, 1, 2, 108, together=True), cut(64, 1, 2, 14, even=True, registers=144)]
+DENSE = [
+    cut(64, 4, 2, 4, pdl=True),
+    cut(64, 4, 2, 4, even=True),
+    cut(64, 4, 2, 4, even=True, pdl=True, together=True),
+    cut(64, 4, 2, 4, together=True, pdl=True),
+    cut(64, 4, 2, 5),
+    cut(64, 4, 3, 3),
+    cut(128, 8, 2, 3),
+    cut(64, 4, 2, 8, even=True),
+]
+RAGGED = [1024 * (i + 1) - 3 for i in range(64)]
+
+
+def groups() -> list[Group]:
+    """Most promising first."""
+    return [
+        expert_group(4096, "W4A4", PREFILL_FP4),
+        expert_group(4096, "BF16", PREFILL_BF16, torch_too=True),
+        attention_group("499 x 8K", [8192] * 499, "fp4", EVEN + SPLIT + MANY),
+        attention_group("8 x 128K", [131072] * 8, "bf16", DENSE, sdpa=True),
+        attention_group("64 x 8K", [8192] * 64, "bf16", DENSE, sdpa=True),
+        expert_group(499, "W4A4", DECODE_FP4[499]),
+        attention_group("8 x 128K", [131072] * 8, "fp4", EVEN + SPLIT),
+        attention_group("64 of 1K to 64K", RAGGED, "fp4", EVEN[:3] + SPLIT[2:]),
+        attention_group("64 of 1K to 64K", RAGGED, "bf16", DENSE[1:4] + DENSE[7:]),
+        expert_group(2048, "W4A4", [], "experts W4A4 4096 tokens"),
+        expert_group(2048, "BF16", [], "experts BF16 4096 tokens", torch_too=True),
+        expert_group(1024, "W4A4", DECODE_FP4[499][:1], "experts W4A4 4096 tokens"),
+        expert_group(1024, "BF16", DECODE_BF16[499][:1], "experts BF16 4096 tokens"),
+        expert_group(8192, "W4A4", [], "experts W4A4 4096 tokens"),
+        expert_group(8192, "BF16", [], "experts BF16 4096 tokens", torch_too=True),
+        expert_group(31, "W4A4", DECODE_FP4[31]),
+        expert_group(256, "W4A4", DECODE_FP4[256]),
+        expert_group(85, "BF16", DECODE_BF16[85]),
+        expert_group(499, "BF16", DECODE_BF16[499]),
+        attention_group("31 x 128K", [131072] * 31, "fp4", EVEN[:2] + SPLIT[:2]),
+        attention_group("85 x 8K", [8192] * 85, "bf16", DENSE[:4] + DENSE[7:]),
+        attention_group("5 x 128K", [131072] * 5, "bf16", DENSE[:4]),
+        attention_group("1 x 128K", [131072], "fp4", EVEN[:2] + SPLIT[:3]),
+        attention_group("64 x 8K", [8192] * 64, "fp4", EVEN[:3] + SPLIT),
+        attention_group(
+            "8 x 128K", [131072] * 8, "fp4", [cut(64, 2, 2, 6, even=True), cut(64, 2, 2, 6, even=True, pdl=True)], D=256
+        ),
+    ]
+
+
+# -- running ---------------------------------------------------------------------------------------------------------
+
+
+def compile_part(part: int, of: int, only: str) -> None:
+    """Runs some candidates once, so that Triton's cache has their kernels. A failure is reported when it is timed."""
+    jobs = [(g, name) for g in groups() if only in g.name for name in g.candidates]
+    inputs: dict[str, Any] = {}
+    for group, name in jobs[part::of]:
+        try:
+            if group.name not in inputs:
+                inputs.clear()
+                inputs[group.name] = group.make()
+            group.candidates[name](inputs[group.name])
+            torch.cuda.synchronize()
+        except Exception:
+            traceback.print_exc(limit=1)
+
+
+def compile_all(only: str, seconds: float) -> None:
+    n = max(1, min(14, (os.cpu_count() or 2) - 1))
+    command = [sys.executable, __file__, "--only", only, "--compile"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    running = [subprocess.Popen([*command, f"{i}/{n}"], **quiet) for i in range(n)]
+    stop = time.monotonic() + seconds
+    for process in running:
+        try:
+            process.wait(max(0.1, stop - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def limits(timer: Timer) -> dict[str, float]:
+    a = torch.randint(0, 255, (1 << 32,), dtype=torch.uint8, device=DEVICE)
+    b = torch.empty_like(a)
+    copy = min(timer(partial(b.copy_, a), graph=graph)[0] for graph in (False, True))
+    x, y = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    product = timer(partial(torch.mm, x, y))[0]
+    return {"copy_bytes_per_s": 2 * a.numel() / copy * 1e6, "bf16_flop_per_s": 2 * 8192**3 / product * 1e6}
+
+
+def kernels_of(run: Callable[[], Any]) -> dict[str, float]:
+    """Microseconds of each kernel of a call, by torch's profiler, over five calls."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(5):
+            run()
+        torch.cuda.synchronize()
+    rows = [(e.key, e.device_time_total / 5, e.count / 5) for e in profiler.key_averages() if e.device_time_total]
+    return {f"{name[:60]} x{n:g}": round(us, 1) for name, us, n in sorted(rows, key=lambda r: -r[1])}
+
+
+def take_over(group: Group, done: dict[str, list[dict[str, Any]]], everything: list[Group]) -> None:
+    """Adds the three fastest of the group that is followed."""
+    timed = [r for r in done.get(group.follow, []) if r.get("median_us")]
+    source = next(g for g in everything if g.name == group.follow)
+    for row in sorted(timed, key=lambda r: float(r["median_us"]))[:3]:
+        group.candidates.setdefault(row["candidate"], source.candidates[row["candidate"]])
+
+
+def measure(group: Group, timer: Timer, ceilings: dict[str, float]) -> list[dict[str, Any]]:
+    inputs = group.make()
+    want = group.reference(inputs)
+    bound = max(group.bytes_moved / ceilings["copy_bytes_per_s"], group.operations / ceilings["bf16_flop_per_s"])
+    rows: list[dict[str, Any]] = []
+    default: Tensor | None = None
+    for name, run in group.candidates.items():
+        row: dict[str, Any] = {"candidate": name}
+        rows.append(row)
+        begun = time.monotonic()
+        try:
+            if name not in group.foreign:
+                got = run(inputs)
+                row["check"] = group.check(got, want)
+                if default is not None:
+                    row["equal_bits"] = bool(torch.equal(got, default))
+                if name == "default":
+                    default = got
+            median, quartiles, graph = timer(partial(run, inputs))
+            row |= {"median_us": median, "quartiles_us": quartiles, "graph": graph, "of_bound": bound * 1e6 / median}
+            row["speedup"] = rows[0].get("median_us", median) / median
+        except Exception as error:
+            row["error"] = f"{type(error).__name__}: {error}"[:300]
+            traceback.print_exc(limit=-3)
+        row["seconds"] = round(time.monotonic() - begun, 2)
+        print(line(group.name, row), flush=True)
+    timed = [r for r in rows if r.get("median_us")]
+    if group.profile and timed:
+        best = min(timed, key=lambda r: float(r["median_us"]))
+        for row in [rows[0]] if best is rows[0] else [rows[0], best]:
+            row["kernels_us"] = kernels_of(partial(group.candidates[row["candidate"]], inputs))
+            print(f"    {row['candidate']}: {row['kernels_us']}", flush=True)
+    return rows
+
+
+def line(group: str, row: dict[str, Any]) -> str:
+    if "error" in row:
+        return f"{group} | {row['candidate']} | FAILED {row['error'][:160]}"
+    low, high = row["quartiles_us"]
+    equal = {True: "equal bits", False: "other bits", None: ""}[row.get("equal_bits")]
+    return (
+        f"{group} | {row['candidate']} | {row['median_us']:.1f} us ({low:.1f}-{high:.1f})"
+        f"{'' if row['graph'] else ' eager'} | {row['of_bound']:.0%} of bound | x{row['speedup']:.3f}"
+        f" | {row.get('check', 'not ours')} {equal}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seconds", type=float, default=240, help="no group is begun after this long")
+    parser.add_argument("--commit")
+    parser.add_argument("--only", default="", metavar="TEXT", help="groups whose name contains this")
+    parser.add_argument("--compile", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.compile:
+        part, of = map(int, args.compile.split("/"))
+        compile_part(part, of, args.only)
+        return 0
+    begun = time.monotonic()
+    compile_all(args.only, args.seconds / 3)
+    print(f"compiled after {time.monotonic() - begun:.0f} s", flush=True)
+    timer = Timer(DEVICE, 15)
+    about, ceilings = environment(DEVICE, args.commit), limits(timer)
+    print(about, ceilings, flush=True)
+    everything = [g for g in groups() if args.only in g.name]
+    done: dict[str, list[dict[str, Any]]] = {}
+    for group in everything:
+        if time.monotonic() - begun > args.seconds:
+            print(f"left out: {group.name}")
+            continue
+        try:
+            if group.follow:
+                take_over(group, done, groups())
+            done[group.name] = measure(group, timer, ceilings)
+        except Exception as error:
+            done[group.name] = [{"candidate": "all", "error": f"{type(error).__name__}: {error}"[:300]}]
+            traceback.print_exc(limit=-4)
+        if args.out is not None:
+            args.out.mkdir(parents=True, exist_ok=True)
+            document = {"environment": about, "limits": ceilings, "groups": done}
+            (args.out / "sweep.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        gc.collect()
+        torch.cuda.empty_cache()
+    print(f"{time.monotonic() - begun:.0f} s")
+    return int(any("error" in row for rows in done.values() for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""Grouped products of sorted rows with packed FP4 or BF16 expert weights, strip by strip.
+
+Legend: M rows sorted by expert, K experts per token, O output and I input features, R rows of a block, T = I/128.
+
+A strip is one block of rows of one expert times BO output features, summed over all inputs. Products are computed
+transposed, [O, R] = W x^T. FP4 weights are unpacked in registers, where the tensor core takes them from as its first
+operand: value j of every unit of eight forms a matrix [O, 16] of its own, and the eight of them, side by side, the
+[O, 128] of a tile, whose partner is x in that order (`triton._operand_rows`). Nothing of it moves to another thread,
+and the tensor core works on one matrix while the next is unpacked.
+
+Strips lie in groups of GROUP blocks of rows, with all columns of a group one behind the other, so that the weights and
+rows that programs of one time read are few. The last block of an expert may have few rows: it runs as a narrower strip.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tracefp4.kernels.triton_math import dot, follow, from_bf16, to_bf16
+from tracefp4.kernels.triton_unpack import block_scales, spread_columns, unpack
+
+UP = tl.constexpr(2.0**14)
+"""What undoes the factor of an FP16 operand."""
+
+
+@triton.jit
+def silu_mul(gate, up):
+    """silu(gate) * up of sums rounded to BF16, as a model that stores them computes it."""
+    gate, up = from_bf16(to_bf16(gate)), from_bf16(to_bf16(up))
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def _tile(words, scale_pairs, BO: tl.constexpr, ASM: tl.constexpr):
+    """words int32 [BO, 16], scale pairs int16 [BO, 4] -> FP16 [BO, 128], value j of unit u in column 16 j + u."""
+    s = block_scales(scale_pairs, BO, 16, True)
+    w0, w1, w2, w3, w4, w5, w6, w7 = unpack(spread_columns(words, BO, 16), s, False, ASM)
+    x = tl.join(tl.join(tl.join(w0, w1), tl.join(w2, w3)), tl.join(tl.join(w4, w5), tl.join(w6, w7)))
+    return tl.reshape(tl.permute(x, (0, 4, 3, 2, 1)), (BO, 128))
+
+
+@triton.jit
+def _rows(order, start, stop, K: tl.constexpr, R: tl.constexpr, GATED: tl.constexpr):
+    """(which of R rows are real, the row of the input that each reads, the row of the output it writes)."""
+    m = start + tl.arange(0, R)
+    real = m < stop
+    position = tl.load(order + m, mask=real, other=0)
+    if GATED:  # of tokens, to sorted rows
+        return real, (position // K).to(tl.int64), m.to(tl.int64)
+    else:
+        return real, m.to(tl.int64), position.to(tl.int64)
+
+
+@triton.jit
+def _strip_fp4(
+    x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
+    K: tl.constexpr, I: tl.constexpr, O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    T: tl.constexpr = I // 128
+    WIDTH: tl.constexpr = O // 2 if GATED else O
+    real, source, target = _rows(order, start, stop, K, R, GATED)
+    o = column * BO + tl.arange(0, BO)
+    some = o
+    if WIDTH % BO != 0:
+        some = tl.minimum(o, WIDTH - 1)  # rows past the end repeat the last and are not stored
+    w, p, i = tl.arange(0, 16), tl.arange(0, 4), tl.arange(0, 128)
+    wanted = real[None, :]
+    x += source[None, :] * I + i[:, None]
+    words += e * (T * O * 16)
+    weight_scales += e * (T * O * 4)
+    at_w, at_s = some[:, None] * 16 + w[None, :], some[:, None] * 4 + p[None, :]
+    acc = tl.zeros([BO, R], tl.float32)
+    acc_up = acc
+    for t in tl.range(0, T):
+        u = tl.load(words + t * (O * 16) + at_w)
+        s = tl.load(weight_scales + t * (O * 4) + at_s)
+        if GATED:
+            u_up = tl.load(words + (t * O + WIDTH) * 16 + at_w)
+            s_up = tl.load(weight_scales + (t * O + WIDTH) * 4 + at_s)
+        x_t = tl.load(x + t * 128, mask=wanted, other=0.0)
+        acc = dot(_tile(u, s, BO, ASM), x_t, acc)
+        if GATED:
+            acc_up = dot(_tile(u_up, s_up, BO, ASM), x_t, acc_up)
+    owed_e = tl.load(epilogue + e) * UP
+    owed_R = tl.load(factor + source, mask=real, other=0.0)[None, :]
+    y = acc * owed_e * owed_R
+    if GATED:
+        y = silu_mul(y, acc_up * owed_e * owed_R)
+    tl.store(out + target[None, :] * WIDTH + o[:, None], to_bf16(y), mask=wanted & (o < WIDTH)[:, None])
+
+
+@triton.jit
+def _strip_dense(
+    x, weights, out, order, e, start, stop, column,
+    K: tl.constexpr, I: tl.constexpr, O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
+    BI: tl.constexpr, BULK: tl.constexpr,
+):  # fmt: skip
+    WIDTH: tl.constexpr = O // 2 if GATED else O
+    real, source, target = _rows(order, start, stop, K, R, GATED)
+    o, i = column * BO + tl.arange(0, BO), tl.arange(0, BI)
+    wanted = real[None, :]
+    x += source[None, :] * I + i[:, None]
+    if not BULK:
+        some = o
+        if WIDTH % BO != 0:
+            some = tl.minimum(o, WIDTH - 1)
+        weights += e * (O * I)
+        at_w = some[:, None] * I + i[None, :]
+    acc = tl.zeros([BO, R], tl.float32)
+    acc_up = acc
+    for first in tl.range(0, I, BI):
+        if BULK:  # rows past the end are those of the next matrix, or zeros, and are not stored
+            row = (e * O + column * BO).to(tl.int32)
+            w_t = weights.load([row, first])
+            if GATED:
+                v_t = weights.load([row + WIDTH, first])
+        else:
+            w_t = tl.load(weights + first + at_w)
+            if GATED:
+                v_t = tl.load(weights + first + (at_w + WIDTH * I))
+        x_t = tl.load(x + first, mask=wanted, other=0.0)
+        acc = dot(w_t, x_t, acc)
+        if GATED:
+            acc_up = dot(v_t, x_t, acc_up)
+    y = acc
+    if GATED:
+        y = silu_mul(acc, acc_up)
+    tl.store(out + target[None, :] * WIDTH + o[:, None], to_bf16(y), mask=wanted & (o < WIDTH)[:, None])
+
+
+@triton.jit
+def _place(block_count, GROUP, COLUMNS: tl.constexpr):
+    """(block of rows, column) of this program, and whether there is such a block."""
+    pid = tl.program_id(0)
+    within = pid % (GROUP * COLUMNS)
+    block = pid // (GROUP * COLUMNS) * GROUP + within % GROUP
+    return block, within // GROUP, block < tl.load(block_count)
+
+
+@triton.jit
+def products_fp4(
+    x, factor, words, weight_scales, epilogue, out, order, offsets, block_expert, block_start, block_count, GROUP,
+    K: tl.constexpr, I: tl.constexpr, O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
+    TAILS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """GATED: rows of tokens -> silu(gate) * up [M, O/2], in sorted order; else sorted rows -> [M, O] by position.
+
+    x FP16 [., I] and factor f32 as `_operand_rows` leaves them; words int32 [E, T, O, 16], weight_scales int16
+    [E, T, O, 4]. TAILS: how often the rows of a strip may be halved for a block that has no more.
+    """
+    follow(PDL)
+    block, column, exists = _place(block_count, GROUP, ((O // 2 if GATED else O) + BO - 1) // BO)
+    if not exists:
+        return
+    e = tl.load(block_expert + block).to(tl.int64)
+    start, stop = tl.load(block_start + block), tl.load(offsets + e + 1)
+    if (TAILS >= 2) & (stop - start <= R // 4):
+        _strip_fp4(
+            x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
+            K, I, O, GATED, BO, R // 4 if TAILS >= 2 else R, ASM,
+        )  # fmt: skip
+    elif (TAILS >= 1) & (stop - start <= R // 2):
+        _strip_fp4(
+            x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
+            K, I, O, GATED, BO, R // 2 if TAILS >= 1 else R, ASM,
+        )  # fmt: skip
+    else:
+        _strip_fp4(
+            x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column, K, I, O, GATED, BO, R, ASM
+        )
+
+
+@triton.jit
+def products_dense(
+    x, weights, out, order, offsets, block_expert, block_start, block_count, GROUP,
+    K: tl.constexpr, I: tl.constexpr, O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
+    TAILS: tl.constexpr, BI: tl.constexpr, BULK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The same over BF16 weights [E, O, I], of which I is a multiple of BI, and BF16 rows in their own order.
+
+    BULK: weights is a tensor descriptor of [E * O, I] in blocks of [BO, BI].
+    """
+    follow(PDL)
+    block, column, exists = _place(block_count, GROUP, ((O // 2 if GATED else O) + BO - 1) // BO)
+    if not exists:
+        return
+    e = tl.load(block_expert + block).to(tl.int64)
+    start, stop = tl.load(block_start + block), tl.load(offsets + e + 1)
+    if (TAILS >= 2) & (stop - start <= R // 4):
+        _strip_dense(
+            x, weights, out, order, e, start, stop, column,
+            K, I, O, GATED, BO, R // 4 if TAILS >= 2 else R, BI, BULK,
+        )  # fmt: skip
+    elif (TAILS >= 1) & (stop - start <= R // 2):
+        _strip_dense(
+            x, weights, out, order, e, start, stop, column,
+            K, I, O, GATED, BO, R // 2 if TAILS >= 1 else R, BI, BULK,
+        )  # fmt: skip
+    else:
+        _strip_dense(x, weights, out, order, e, start, stop, column, K, I, O, GATED, BO, R, BI, BULK)
