@@ -3,6 +3,7 @@
 # make lint   ruff and mypy
 # make test-verl  the verl adapter in an environment of its own (.venv-verl), through real Ray; docs/verl.md
 # make test-verl-full   the same adapter in verl's three trainer modes, on 1 and on 2 ranks; docs/verl.md
+# make test-megatron  the Megatron engine in an environment of its own (.venv-megatron), Python 3.12; docs/verl.md
 # make gap-example   a small language model in BF16 and in four bits on 100 everyday inquiries (docs/gap-example.md)
 # make clean  remove the virtual environment and the caches; runs/ stays
 
@@ -19,7 +20,12 @@ VERL_VENV := .venv-verl
 VERL_BIN := $(VERL_VENV)/bin
 VERL_STAMP := $(VERL_VENV)/.installed
 
-.PHONY: demo gap-example test test-verl test-verl-full lint clean
+PYTHON312 ?= python3.12
+MEGATRON_VENV := .venv-megatron
+MEGATRON_BIN := $(MEGATRON_VENV)/bin
+MEGATRON_STAMP := $(MEGATRON_VENV)/.installed
+
+.PHONY: demo gap-example test test-verl test-verl-full test-megatron lint clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -57,6 +63,20 @@ $(VERL_STAMP): recipes/verl/requirements.txt pyproject.toml
 	@$(VERL_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
+test-megatron: $(MEGATRON_STAMP)
+	VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=tracefp4.adapters.verl.plugin OMP_NUM_THREADS=1 \
+	  $(MEGATRON_BIN)/python -m pytest tests/adapters/megatron tests/adapters/verl/test_megatron_engine.py
+
+$(MEGATRON_STAMP): recipes/verl/requirements.txt recipes/verl/requirements-megatron.txt pyproject.toml
+	@$(PYTHON312) -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null || { \
+	  echo "megatron-core 0.18 needs Python 3.12: name one with: make test-megatron PYTHON312=/path/to/python3.12" >&2; exit 1; }
+	@echo "installing into $(MEGATRON_VENV) (once; torch may bring its CUDA libraries, gigabytes)"
+	@$(PYTHON312) -m venv $(MEGATRON_VENV)
+	@$(MEGATRON_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r recipes/verl/requirements.txt
+	@$(MEGATRON_BIN)/python -m pip install --quiet --disable-pip-version-check -r recipes/verl/requirements-megatron.txt
+	@$(MEGATRON_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
 # Installs once, and again only when the pins or the package's own metadata change. --no-build-isolation: the
 # pinned setuptools builds the package, so nothing outside the lock is fetched.
 $(STAMP): requirements-lock.txt pyproject.toml
@@ -70,4 +90,4 @@ $(STAMP): requirements-lock.txt pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VERL_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VERL_VENV) $(MEGATRON_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,12 +1,12 @@
 """Ways to cut the work of experts and attention, checked and timed on one GPU: what the defaults are chosen by.
 
-    PYTHONPATH=src python benchmarks/h200_kernels_sweep.py --out DIR [--seconds 240] [--commit HASH] [--only TEXT]
+    PYTHONPATH=src python benchmarks/h200_kernels_sweep.py --out DIR [--seconds 60] [--commit HASH] [--only TEXT]
 
 A group is one shape. Its reference is computed once; every candidate is held to it before it is timed, and compared bit
 for bit with the group's first, which is the present default. A line each: median and quartiles of graph replays with a
 cold L2, the share of the roofline (the longer of fewest bytes over the measured copy bandwidth, and operations over the
-measured matrix rate), and the speed over the default. `follow` groups time the three best of another at other sizes.
-The fastest of a group and its default are profiled kernel by kernel. DIR/sweep.json is written after every group.
+measured matrix rate), and the speed over the default. The fastest of a group and its default are profiled kernel by
+kernel. DIR/sweep.json is written after every group.
 
 Kernels are compiled beforehand by as many processes as there are cores (--compile, used by the script itself).
 """
@@ -22,19 +22,17 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tracefp4.bench import attention, experts
 from tracefp4.bench.registry import Timer, environment
 from tracefp4.kernels.grouped_experts import routed_experts
-from tracefp4.kernels.grouped_experts import triton as expert_kernels
 from tracefp4.kernels.grouped_experts.triton import ExpertsConfig
 from tracefp4.kernels.paged_attention import paged_decode
 from tracefp4.kernels.paged_attention.triton import AttentionConfig
@@ -55,8 +53,6 @@ class Group:
     check: Callable[[Any, Any], str]
     bytes_moved: int
     operations: int
-    follow: str = ""  # the group whose three fastest candidates this one takes over
-    foreign: set[str] = field(default_factory=set)  # somebody else's kernels, on inputs of their own: not checked
     profile: bool = False
 
 
@@ -77,24 +73,6 @@ def label(c: Any) -> str:
     return " ".join(f"{k}={v}" for k, v in asdict(c).items() if v != plain[k])
 
 
-def by_torch(i: dict[str, Any]) -> Tensor:
-    """The whole MLP with torch's grouped product between this package's routing and weighted sum."""
-    N, K = i["experts_NK"].shape
-    E, O, _ = i["down"].shape
-    routing = expert_kernels.route(i["experts_NK"], E, 128)
-    offsets = routing.offsets[1:]
-    rows = i["x"].index_select(0, routing.order // K)
-    gate, up = F.grouped_mm(rows, i["gate_up"].transpose(1, 2), offs=offsets).chunk(2, dim=-1)
-    y = F.grouped_mm(F.silu(gate) * up, i["down"].transpose(1, 2), offs=offsets)
-    placed = torch.empty_like(y)
-    placed[routing.order.long()] = y
-    out = torch.empty(N, O, dtype=torch.bfloat16, device=y.device)
-    expert_kernels._weighted_sum[(N, O // 1024)](
-        placed, i["gates_NK"], out, K=K, O=O, BLOCK=1024, PDL=False, num_warps=4
-    )
-    return out
-
-
 def check_experts(got: Tensor, want: Tensor) -> str:
     """Limits of `tracefp4.bench.experts.check`."""
     got, want = got.float(), want.float()
@@ -105,11 +83,9 @@ def check_experts(got: Tensor, want: Tensor) -> str:
     return f"rows off by {median:.1e}, worst {worst:.1e}"
 
 
-def expert_group(N: int, kind: str, configs: list[ExpertsConfig], follow: str = "", torch_too: bool = False) -> Group:
+def expert_group(N: int, kind: str, configs: list[ExpertsConfig]) -> Group:
     candidates: dict[str, Callable[[Any], Any]] = {"default": partial(experts.run)}
     candidates |= {label(c): partial(experts.run, config=c) for c in configs}
-    if torch_too and hasattr(F, "grouped_mm"):
-        candidates["torch grouped_mm within"] = by_torch
     return Group(
         f"experts {kind} {N} tokens",
         lambda: experts.make(N, kind, DEVICE, QWEN),
@@ -118,85 +94,19 @@ def expert_group(N: int, kind: str, configs: list[ExpertsConfig], follow: str = 
         check_experts,
         experts._bytes(N, kind, QWEN),
         6 * N * QWEN[3] * QWEN[0] * QWEN[1],
-        follow,
-        profile=not follow,
+        profile=True,
     )
 
 
-PREFILL_FP4 = [
-    strips(128, 128, 8, 2, 256, 2),
-    strips(64, 128, 4, 2, 128, 2),
-    strips(128, 128, 8, 3, 256, 2),
-    strips(64, 128, 4, 2, 128, 1),
-    strips(128, 128, 8, 3, 256, 1),
-    strips(128, 64, 8, 3, 256, 1),
-    strips(64, 64, 4, 3, 128, 1),
-    strips(64, 64, 4, 2, 128, 0),
-    strips(128, 128, 8, 2, 256, 0),
-    strips(128, 128, 8, 3, 128, 2),
-    strips(64, 128, 4, 2, 64, 2),
-    strips(128, 128, 8, 2, 256, 2, group=3),
-    strips(128, 128, 8, 2, 256, 2, group=1 << 20),
-    strips(64, 128, 4, 2, 128, 2, group=3),
-    strips(64, 128, 4, 2, 128, 2, group=1 << 20),
-]
-PREFILL_BF16 = [
-    strips(128, 128, 8, 3, 256, 1, bulk=True),
-    strips(128, 128, 8, 3, 256, 1),
-    strips(128, 128, 8, 4, 256, 2, bulk=True),
-    strips(64, 256, 8, 3, 128, 2, bulk=True),
-    strips(64, 128, 4, 3, 128, 1, bulk=True),
-    strips(64, 128, 4, 3, 128, 2),
-    strips(128, 64, 8, 4, 256, 1, bulk=True),
-    strips(128, 128, 8, 4, 256, 2),
-    strips(128, 128, 8, 2, 256, 1, bulk=True, dense_inner=128),
-    strips(128, 128, 8, 3, 256, 1, bulk=True, group=3),
-    strips(128, 128, 8, 3, 256, 1, bulk=True, group=1 << 20),
-    strips(128, 128, 8, 3, 256, 1, group=1 << 20),
-]
-DECODE_FP4 = {
-    499: [
-        strips(64, 64, 4, 3, 128, 2),
-        strips(64, 32, 4, 3, 128, 0),
-        strips(128, 64, 8, 3, 256, 2),
-        strips(64, 64, 4, 2, 128, 1, pdl=True),
-        strips(64, 32, 4, 3, 64, 0, pdl=True),
-        strips(128, 32, 8, 3, 256, 0),
-        pieces(64, 64, 4, 3, pdl=True),
-        pieces(64, 32, 2, 3),
-        pieces(128, 32, 4, 3),
-    ],
-    256: [
-        strips(64, 16, 4, 3, 128, 0),
-        strips(64, 32, 4, 3, 128, 1),
-        strips(128, 32, 8, 3, 256, 1),
-        pieces(64, 16, 1, 3),
-        pieces(64, 32, 2, 3, pdl=True),
-        pieces(32, 32, 1, 3),
-    ],
-    31: [
-        pieces(32, 8, 1, 3, pdl=True),
-        pieces(32, 8, 1, 4),
-        pieces(64, 8, 1, 3),
-        pieces(16, 8, 1, 4),
-        pieces(64, 8, 2, 3),
-        strips(64, 16, 4, 4, 64, 0),
-    ],
+FP4 = {
+    4096: [strips(64, 128, 4, 2, 128, 1), strips(128, 128, 8, 3, 256, 2)],
+    499: [strips(64, 32, 4, 3, 128, 1), strips(64, 64, 4, 2, 128, 2)],
+    121: [strips(64, 16, 4, 3, 128, 0), strips(64, 16, 2, 3, 0, 0), pieces(64, 16, 2, 3), pieces(64, 8, 2, 3)],
+    31: [pieces(32, 8, 1, 3), strips(64, 8, 2, 3, 0, 0)],
 }
-DECODE_BF16 = {
-    85: [
-        pieces(64, 16, 4, 4, dense_inner=128, pdl=True),
-        pieces(64, 8, 4, 4, dense_inner=128),
-        pieces(32, 16, 4, 4, dense_inner=128),
-        strips(64, 16, 4, 4, 128, 0, bulk=True, dense_inner=128),
-        strips(64, 16, 4, 3, 128, 0, bulk=True, dense_inner=128),
-    ],
-    499: [
-        strips(64, 64, 4, 3, 128, 1, bulk=True),
-        strips(64, 32, 4, 4, 128, 0, bulk=True),
-        pieces(64, 64, 4, 3),
-        pieces(64, 32, 4, 4, dense_inner=128, pdl=True),
-    ],
+BF16 = {
+    4096: [strips(64, 128, 4, 3, 128, 2, bulk=True), strips(128, 128, 8, 4, 256, 1, bulk=True)],
+    85: [pieces(64, 16, 4, 4, dense_inner=128, down=128, bulk=True), pieces(64, 16, 4, 3, dense_inner=128, down=128)],
 }
 
 
@@ -231,90 +141,41 @@ def check_attention(got: Tensor, want: list[tuple[int, Tensor]]) -> str:
     return f"off by {worst:.1e}, {relative:.1e} of a head's norm"
 
 
-def attention_group(
-    name: str, lengths: list[int], kind: str, configs: list[AttentionConfig], sdpa: bool = False, D: int = 128
-) -> Group:
+def attention_group(name: str, lengths: list[int], kind: str, configs: list[AttentionConfig], D: int = 128) -> Group:
     heads = (32, 4) if D == 128 else (16, 2)
     shape: attention.Shape = (lengths, *heads, D, 64)
     candidates: dict[str, Callable[[Any], Any]] = {"default": partial(attention.run)}
     candidates |= {label(c): partial(attention.run, config=c) for c in configs}
 
-    def make() -> dict[str, Any]:
-        inputs = attention.make(shape, kind, DEVICE)
-        if sdpa:
-            made = attention.sdpa_inputs(shape, DEVICE)
-            candidates["torch SDPA, not paged"] = lambda _: F.scaled_dot_product_attention(**made, enable_gqa=True)
-        return inputs
-
     return Group(
         f"attention {kind} {name}, heads of {D}",
-        make,
+        lambda: attention.make(shape, kind, DEVICE),
         candidates,
         exact_attention,
         check_attention,
         attention._bytes(shape, kind),
         4 * sum(lengths) * heads[0] * D,
-        foreign={"torch SDPA, not paged"},
-        profile=kind == "fp4" and len(lengths) > 100,
+        profile=True,
     )
 
 
-EVEN = [
-    cut(64, 1, 2, 12, even=True, registers=168),
-    cut(64, 1, 2, 12, even=True, registers=168, together=True, pdl=True),
-    cut(64, 1, 2, 24, even=True, registers=168, together=True),
-    cut(64, 1, 2, 10, even=True),
-]
-SPLIT = [
-    cut(64, 1, 2, 12, pdl=True),
-    cut(64, 1, 2, 14),
-    cut(64, 1, 2, 24),
-    cut(64, 1, 2, 48, together=True),
-]
-MANY = [cut(64, 1, 2, 48), cut(64, 1, 2, 108, together=True), cut(64, 1, 2, 14, even=True, registers=144)]
-DENSE = [
-    cut(64, 4, 2, 4, pdl=True),
-    cut(64, 4, 2, 4, even=True),
-    cut(64, 4, 2, 4, even=True, pdl=True, together=True),
-    cut(64, 4, 2, 4, together=True, pdl=True),
-    cut(64, 4, 2, 5),
-    cut(64, 4, 3, 3),
-    cut(128, 8, 2, 3),
-    cut(64, 4, 2, 8, even=True),
-]
-RAGGED = [1024 * (i + 1) - 3 for i in range(64)]
+FP4_CUTS = [cut(64, 1, 2, 12), cut(64, 1, 2, 11, even=True, registers=184), cut(64, 1, 2, 24, even=True, registers=168)]
+BF16_CUTS = [cut(64, 4, 2, 4), cut(64, 4, 2, 8, even=True)]
 
 
 def groups() -> list[Group]:
-    """Most promising first."""
+    """Most wanted first: the defaults beside their neighbours, at the sizes of a whole decode step and of prefill."""
     return [
-        expert_group(4096, "W4A4", PREFILL_FP4),
-        expert_group(4096, "BF16", PREFILL_BF16, torch_too=True),
-        attention_group("499 x 8K", [8192] * 499, "fp4", EVEN + SPLIT + MANY),
-        attention_group("8 x 128K", [131072] * 8, "bf16", DENSE, sdpa=True),
-        attention_group("64 x 8K", [8192] * 64, "bf16", DENSE, sdpa=True),
-        expert_group(499, "W4A4", DECODE_FP4[499]),
-        attention_group("8 x 128K", [131072] * 8, "fp4", EVEN + SPLIT),
-        attention_group("64 of 1K to 64K", RAGGED, "fp4", EVEN[:3] + SPLIT[2:]),
-        attention_group("64 of 1K to 64K", RAGGED, "bf16", DENSE[1:4] + DENSE[7:]),
-        expert_group(2048, "W4A4", [], "experts W4A4 4096 tokens"),
-        expert_group(2048, "BF16", [], "experts BF16 4096 tokens", torch_too=True),
-        expert_group(1024, "W4A4", DECODE_FP4[499][:1], "experts W4A4 4096 tokens"),
-        expert_group(1024, "BF16", DECODE_BF16[499][:1], "experts BF16 4096 tokens"),
-        expert_group(8192, "W4A4", [], "experts W4A4 4096 tokens"),
-        expert_group(8192, "BF16", [], "experts BF16 4096 tokens", torch_too=True),
-        expert_group(31, "W4A4", DECODE_FP4[31]),
-        expert_group(256, "W4A4", DECODE_FP4[256]),
-        expert_group(85, "BF16", DECODE_BF16[85]),
-        expert_group(499, "BF16", DECODE_BF16[499]),
-        attention_group("31 x 128K", [131072] * 31, "fp4", EVEN[:2] + SPLIT[:2]),
-        attention_group("85 x 8K", [8192] * 85, "bf16", DENSE[:4] + DENSE[7:]),
-        attention_group("5 x 128K", [131072] * 5, "bf16", DENSE[:4]),
-        attention_group("1 x 128K", [131072], "fp4", EVEN[:2] + SPLIT[:3]),
-        attention_group("64 x 8K", [8192] * 64, "fp4", EVEN[:3] + SPLIT),
-        attention_group(
-            "8 x 128K", [131072] * 8, "fp4", [cut(64, 2, 2, 6, even=True), cut(64, 2, 2, 6, even=True, pdl=True)], D=256
-        ),
+        attention_group("499 x 8K", [8192] * 499, "fp4", FP4_CUTS),
+        expert_group(499, "W4A4", FP4[499]),
+        expert_group(4096, "W4A4", FP4[4096]),
+        expert_group(121, "W4A4", FP4[121]),
+        expert_group(31, "W4A4", FP4[31]),
+        attention_group("121 x 32K", [32768] * 121, "fp4", FP4_CUTS),
+        attention_group("31 x 128K", [131072] * 31, "fp4", FP4_CUTS),
+        attention_group("85 x 8K", [8192] * 85, "bf16", BF16_CUTS),
+        expert_group(85, "BF16", BF16[85]),
+        expert_group(4096, "BF16", BF16[4096]),
     ]
 
 
@@ -370,14 +231,6 @@ def kernels_of(run: Callable[[], Any]) -> dict[str, float]:
     return {f"{name[:60]} x{n:g}": round(us, 1) for name, us, n in sorted(rows, key=lambda r: -r[1])}
 
 
-def take_over(group: Group, done: dict[str, list[dict[str, Any]]], everything: list[Group]) -> None:
-    """Adds the three fastest of the group that is followed."""
-    timed = [r for r in done.get(group.follow, []) if r.get("median_us")]
-    source = next(g for g in everything if g.name == group.follow)
-    for row in sorted(timed, key=lambda r: float(r["median_us"]))[:3]:
-        group.candidates.setdefault(row["candidate"], source.candidates[row["candidate"]])
-
-
 def measure(group: Group, timer: Timer, ceilings: dict[str, float]) -> list[dict[str, Any]]:
     inputs = group.make()
     want = group.reference(inputs)
@@ -389,13 +242,12 @@ def measure(group: Group, timer: Timer, ceilings: dict[str, float]) -> list[dict
         rows.append(row)
         begun = time.monotonic()
         try:
-            if name not in group.foreign:
-                got = run(inputs)
-                row["check"] = group.check(got, want)
-                if default is not None:
-                    row["equal_bits"] = bool(torch.equal(got, default))
-                if name == "default":
-                    default = got
+            got = run(inputs)
+            row["check"] = group.check(got, want)
+            if default is not None:
+                row["equal_bits"] = bool(torch.equal(got, default))
+            if name == "default":
+                default = got
             median, quartiles, graph = timer(partial(run, inputs))
             row |= {"median_us": median, "quartiles_us": quartiles, "graph": graph, "of_bound": bound * 1e6 / median}
             row["speedup"] = rows[0].get("median_us", median) / median
@@ -421,14 +273,14 @@ def line(group: str, row: dict[str, Any]) -> str:
     return (
         f"{group} | {row['candidate']} | {row['median_us']:.1f} us ({low:.1f}-{high:.1f})"
         f"{'' if row['graph'] else ' eager'} | {row['of_bound']:.0%} of bound | x{row['speedup']:.3f}"
-        f" | {row.get('check', 'not ours')} {equal}"
+        f" | {row['check']} {equal}"
     )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--seconds", type=float, default=240, help="no group is begun after this long")
+    parser.add_argument("--seconds", type=float, default=60, help="no group is begun after this long")
     parser.add_argument("--commit")
     parser.add_argument("--only", default="", metavar="TEXT", help="groups whose name contains this")
     parser.add_argument("--compile", help=argparse.SUPPRESS)
@@ -450,8 +302,6 @@ def main() -> int:
             print(f"left out: {group.name}")
             continue
         try:
-            if group.follow:
-                take_over(group, done, groups())
             done[group.name] = measure(group, timer, ceilings)
         except Exception as error:
             done[group.name] = [{"candidate": "all", "error": f"{type(error).__name__}: {error}"[:300]}]

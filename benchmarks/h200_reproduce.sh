@@ -9,16 +9,19 @@
 # MINUTES    until all runs stop (8: leaves a minute for states, tables and the pack within a call of 10)
 # JOBS       runs that share the GPU (8 on 16 cores: a run is one process, busy on the CPU between kernels)
 # MB         most that the pack may take (50)
+# STARTS     starts.tar.gz of h200_search.sh, put back first where it is set
 #
 # Exit code: 0 all runs are done, 4 call again, anything else is an error. The first line of a run tells its seconds a step
 # as soon as three steps are measured. Calls in a row on one machine keep its runs/ and need no pack; a pack holds states
 # of as many unfinished runs as fit, and names those that start anew. --whole starts no run that would not end in time:
 # for the last call on a machine.
 #
-# Thirty minutes on one machine:
-#   benchmarks/h200_reproduce.sh main out - --modes bf16 --seeds 0            # warm start; is the control stable?
-#   benchmarks/h200_reproduce.sh main out                                      # all modes; the bf16 run is kept
+# Settings first, with h200_search.sh: they go into the rung's recipe, and its warm start is found by its recipe.
+# Thirty minutes on one machine then:
+#   benchmarks/h200_reproduce.sh main out - --seeds 0                          # a whole comparison of one seed first
+#   benchmarks/h200_reproduce.sh main out                                      # the other seeds; what is done is kept
 #   benchmarks/h200_reproduce.sh main out - --whole                            # what still ends in time, then the pack
+#   benchmarks/h200_reproduce.sh ptq out-ptq                                   # takes over main's runs, trains the rest
 # and on the next machine:
 #   benchmarks/h200_reproduce.sh main out carried/pack
 set -uo pipefail
@@ -29,7 +32,10 @@ shift $(($# < 3 ? $# : 3))
 folder=runs/reproduce/$experiment
 tracefp4() { PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}" "${PYTHON:-python3}" -m tracefp4 "$@"; }
 
-mkdir -p "$out"
+mkdir -p "$out" runs/reproduce
+if [ -n "${STARTS:-}" ]; then
+  tar -xzf "$STARTS" -C runs/reproduce || exit
+fi
 if [ "$pack" != - ] && [ ! -e "$folder/plan.json" ]; then
   tracefp4 reproduce unpack "$pack" "$folder" || exit
 fi

@@ -1,10 +1,15 @@
 """Settings of all tests."""
 
 import os
+import shutil
 import signal
 import threading
+from collections.abc import Iterator
 
+import pytest
 import torch
+
+from report.browser import Page, browser
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores: with one thread each they do not wait for each other. Children inherit it.
@@ -23,3 +28,12 @@ if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    """A tab of a headless Chromium."""
+    profile = tmp_path_factory.mktemp("profile")
+    with browser(profile) as page:
+        yield page
+    shutil.rmtree(profile, ignore_errors=True)

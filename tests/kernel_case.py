@@ -10,6 +10,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 from tiny import tiny_recipe as recipe_of
 from tiny import tiny_requests, tiny_weights
 from tracefp4.guidance.store import GuidanceStore
+from tracefp4.recipe import QuantRecipe
 from tracefp4.rollout.config import RolloutConfig
 from tracefp4.rollout.engine import RolloutEngine
 from tracefp4.rollout.kernel_model import KernelModel
@@ -49,6 +50,7 @@ def engine(
     quant: dict[str, Any] | None = None,
     load: bool = True,
     store: GuidanceStore | None = None,
+    recipe: QuantRecipe | None = None,
     **settings: Any,
 ) -> RolloutEngine:
     """An engine holding random weights as version 0; up to 4 sequences of 48 tokens, pages of 16.
@@ -57,7 +59,7 @@ def engine(
     faster than the interpreter and show the same of everything around the kernels.
     """
     config = config or moe()
-    recipe = recipe_of(method, config.num_hidden_layers, **(quant or {}))
+    recipe = recipe or recipe_of(method, config.num_hidden_layers, **(quant or {}))
     name = "torch" if backend == "torch" else "triton"
     sizes = {"max_num_seqs": 4, "max_model_len": 48, "page_size": 16, "backend": name, **settings}
     device = DEVICE if backend == "triton" else "cpu"

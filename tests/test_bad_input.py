@@ -580,6 +580,7 @@ OUTPUTS = [
         ["train", "r.toml", "--out", "x" * 300],
         r"cannot be used \(File name too long\): choose another",
     ),
+    Case("an empty --out", ["train", "r.toml", "--out", ""], r"--out is empty or the current folder: name a folder"),
     Case(
         "--out not UTF-8",
         ["train", "r.toml", "--out", "n\udcff"],

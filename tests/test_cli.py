@@ -67,7 +67,8 @@ class FakeLoop(types.ModuleType):
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeLoop:
     fake = FakeLoop()
-    monkeypatch.setitem(sys.modules, "tracefp4.loop", fake)
+    for name in ("tracefp4.loop", "tracefp4.loop.config"):
+        monkeypatch.setitem(sys.modules, name, fake)
     monkeypatch.chdir(tmp_path)
     Path("r.toml").write_text('[method]\nname = "trace"\n')
     return fake
@@ -195,7 +196,7 @@ MISTAKES = [
     (["train", "r.toml", "--out", "r.toml"], "the folder r.toml cannot be made: a file is in its place"),
     (
         ["train", "r.toml", "--out", ".", "--overwrite"],
-        ". holds no tracefp4 run, so --overwrite leaves it alone",
+        "--out is empty or the current folder: name a folder of its own for the run",
     ),
     (["train", "r.toml"], "Missing option '--out'"),
     (["train", "--out", "out"], "Missing argument 'RECIPE'"),

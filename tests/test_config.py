@@ -142,6 +142,7 @@ OVERRIDE_ERRORS = [
     ("train.steps=0", "train.steps must be at least 1, got 0 in the override 'train.steps=0'"),
     ("train.steps=1.5", "train.steps must be an integer, got 1.5 in the override 'train.steps=1.5'"),
     ("train.steps='5'", "train.steps must be an integer, got \"5\" in the override 'train.steps='5''"),
+    ("train.steps=1e99", "train.steps must be a smaller integer, got 1e+99 in the override 'train.steps=1e99'"),
     ("train.steps=ten", "train.steps must be an integer, got \"ten\" in the override 'train.steps=ten'"),
     ("train.lr=true", "train.lr must be a number, got true in the override 'train.lr=true'"),
     (

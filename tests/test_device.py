@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tiny import tiny_config, tiny_recipe
 from tracefp4.config import ConfigError, load_config
-from tracefp4.device import resolve_device, to_device
+from tracefp4.device import PLAN_WORTH, attention_for, resolve_device, to_device
 from tracefp4.errors import TracefpError
 from tracefp4.guidance import row_bytes
 from tracefp4.guidance.store import SiteRows, TrajectoryGuidance
@@ -130,3 +130,13 @@ def test_forward_backward_and_gradients_stay_on_the_device(monkeypatch: pytest.M
     optimizer.accumulate()
     assert len(rounded) == 6
     assert all(m.grad is not None and m.grad.device.type == "meta" for m in optimizer.masters)
+
+
+@pytest.mark.parametrize(
+    ("device", "scores", "left"), [("cuda", 1000, False), ("cuda", PLAN_WORTH, True), ("cpu", 1, True)]
+)
+def test_small_attention_on_a_gpu_does_without_plans(device: str, scores: int, left: bool) -> None:
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    with attention_for(device, scores):
+        assert torch.backends.cuda.cudnn_sdp_enabled() == left
+    assert torch.backends.cuda.cudnn_sdp_enabled()

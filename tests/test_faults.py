@@ -145,9 +145,13 @@ def test_a_state_that_cannot_be_written_is_a_warning(
 ) -> None:
     out = tmp_path / "out"
     disk.fail(where, number)
-    assert train(recipe, out) == 0
+    assert train(recipe, out, f"watch.command=cat >> {tmp_path}/told") == 0
     error = capsys.readouterr().err
     assert error.count("warning: a state was not saved, the run goes on and tries again") == 1
+    told = [json.loads(line) for line in (tmp_path / "told").read_text().splitlines()]
+    saves = [message for message in told if "event" not in message]  # the watchdogs speak too
+    assert sorted(message["kind"] for message in saves) == ["done", "warning"]
+    assert sum(message["message"].startswith("a state was not saved") for message in saves) == 1
     assert os.strerror(number) in error
     assert_untroubled(out, whole)
     timing = [json.loads(line)["failed_saves"] for line in (out / "timing.jsonl").read_text().splitlines()]

@@ -302,3 +302,21 @@ def test_a_killed_comparison_takes_its_runs_along_and_resumes(recipe: Path, tmp_
     assert again.returncode == 0, again.stderr
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(done + 1))
     assert (out / "table.md").exists()
+
+
+def test_ctrl_c_while_the_command_is_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tracefp4.__main__ import run
+
+    class Interrupted:
+        def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+            if name == "tracefp4.cli":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "tracefp4.cli", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"

@@ -34,12 +34,14 @@ def shape_overrides(shape: str) -> list[str]:
     mode, _, ranks = shape.partition(":")
     if mode not in MODES or not ranks.isdigit() or not int(ranks):
         raise SystemExit(f"{shape!r} is no shape: name one of {', '.join(MODES)}, a colon, and a number of ranks")
-    rollout = "actor_rollout_ref.rollout"
+    rollout, stock = "actor_rollout_ref.rollout", "colocate_async" if mode == "turns" else mode
     keys = [
-        f"trainer.v1.trainer_mode=tracefp4_{'colocate_async' if mode == 'turns' else mode}",
+        f"trainer.v1.trainer_mode=tracefp4_{stock}",
         f"trainer.n_gpus_per_node={ranks}",
         f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={max(1, 16 // int(ranks))}",
     ]
+    if mode != "sync":  # few at a time and enough to do, so that weight updates find responses half done
+        keys += [f"{rollout}.max_num_seqs=8", f"trainer.v1.{stock}.num_warmup_batches=2"]
     if mode == "separate_async":  # one rank more, for a rollout of its own; a mini-batch of 16 at a time
         keys += [f"{rollout}.log_prob_micro_batch_size_per_gpu={max(1, 16 // int(ranks))}"]
         keys += [f"{rollout}.nnodes=1", f"{rollout}.n_gpus_per_node=1", f"{rollout}.checkpoint_engine.backend=tracefp4"]

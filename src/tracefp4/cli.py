@@ -208,16 +208,17 @@ def evaluate(
 ) -> None:
     """Pass rates of a policy on held-out problems in BF16 and in FP4, and their difference."""
     from tracefp4 import evaluate as evaluation
+    from tracefp4.evaluate.target import load_target
 
     if end_with_stdin:
         signals.end_with_stdin()
     _refuse_both(resume, overwrite)
     names = tuple(name.strip() for name in forms.split(",") if name.strip())
-    request = evaluation.EvalRequest(problems, samples, tuple(parse_numbers("--k", k)) if k is not None else (), names)
     settings = list(overrides or [])
+    config = load_target(target, settings, checkpoint)  # before torch is imported
+    request = evaluation.EvalRequest(problems, samples, tuple(parse_numbers("--k", k)) if k is not None else (), names)
     try:
         with signals.stoppable():
-            config = evaluation.load_target(target, settings, checkpoint)
             facts = evaluation.evaluate(config, out, request, resume=resume, overwrite=overwrite)
     except signals.Stopped as stop:
         asked = {"--out": out, "--checkpoint": checkpoint, "--problems": problems, "--samples": samples, "--k": k}
@@ -373,7 +374,7 @@ def _guided_recipes(num_layers: int) -> list[tuple[str, QuantRecipe]]:
 
 
 def _run_config(recipe: str, overrides: list[str]) -> RunConfig:
-    from tracefp4.loop import RunConfig
+    from tracefp4.loop.config import RunConfig
 
     return load_config(recipe, overrides, RunConfig)
 
@@ -396,6 +397,8 @@ def _refuse_foreign_name(out: Path) -> None:
         str(out).encode()
     except UnicodeEncodeError:
         raise ConfigError(f"--out {str(out)!a} is not UTF-8: choose another name") from None
+    if out == Path():  # as an unset variable leaves it
+        raise ConfigError("--out is empty or the current folder: name a folder of its own for the run")
 
 
 def _check_start(planned: list[tuple[RunConfig, Path]], resume: bool) -> None:

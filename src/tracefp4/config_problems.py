@@ -25,6 +25,7 @@ def did_you_mean(word: str, choices: list[str], prefix: str = "") -> str:
 _EXPECTED = {
     "int_type": "an integer",
     "int_parsing": "an integer",
+    "int_parsing_size": "a smaller integer",
     "int_from_float": "an integer",
     "float_type": "a number",
     "float_parsing": "a number",

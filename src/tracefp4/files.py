@@ -8,16 +8,19 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import json
 import os
 import re
 import shutil
 import socket
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, Any
 
 from tracefp4.errors import TracefpError
 
@@ -53,14 +56,14 @@ def storage_errors(what: str) -> Iterator[None]:
         raise StorageError(f"{what} cannot be written ({text})") from error
 
 
-def write_text_atomic(path: str | Path, text: str) -> None:
-    """Replaces a file as a whole. Raises StorageError, and leaves the old file, where that fails."""
+def write_atomic(path: str | Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Replaces a file by what ``write`` writes. Raises StorageError, and leaves the old file, where that fails."""
     path = Path(path)
     with storage_errors(str(path)):
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
+            with os.fdopen(handle, "wb") as file:
+                write(file)
                 file.flush()
                 os.fsync(file.fileno())
             os.chmod(temporary, 0o644)  # mkstemp makes it private
@@ -70,7 +73,12 @@ def write_text_atomic(path: str | Path, text: str) -> None:
             raise
 
 
-def append_text(path: str | Path, text: str) -> None:
+def write_text_atomic(path: str | Path, text: str) -> None:
+    """Replaces a file as a whole. Raises StorageError, and leaves the old file, where that fails."""
+    write_atomic(path, lambda file: file.write(text.encode()))
+
+
+def append_text(path: str | Path, text: str, sync: bool = True) -> None:
     """Appends and syncs. Raises StorageError, and cuts the file back to what it was, where that fails."""
     path = Path(path)
     with storage_errors(str(path)), open(path, "ab", buffering=0) as file:
@@ -78,11 +86,83 @@ def append_text(path: str | Path, text: str) -> None:
         try:
             while data:  # unbuffered, a write may end early: on a nearly full disk it does
                 data = data[file.write(data) :]
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         except OSError:
             with suppress(OSError):  # the first error is the one to report
                 os.ftruncate(file.fileno(), before)
             raise
+
+
+class GroupedAppends:
+    """Appends that are synced together, by a thread, at most ``seconds`` after they were made.
+
+    A process that is killed loses nothing that was appended, a machine that loses power what came after the last sync.
+    Both methods raise StorageError, also for an earlier sync of the thread; leaving the block syncs.
+    """
+
+    def __init__(self, seconds: float = 0.5) -> None:
+        self.seconds = seconds
+        self._lock, self._syncing = threading.Lock(), threading.Lock()
+        self._unsynced: set[Path] = set()
+        self._timer: threading.Timer | None = None
+        self._error: StorageError | None = None
+
+    def append(self, path: Path, text: str) -> None:
+        """Appends; where that fails the file is cut back to what it was."""
+        self._raise()
+        append_text(path, text, sync=False)
+        with self._lock:
+            self._unsynced.add(path)
+            if self._timer is None:
+                timer = threading.Timer(self.seconds, self._sync)
+                timer.daemon = True  # a process that ends without leaving the block does not wait for it
+                timer.start()
+                self._timer = timer
+
+    def sync(self) -> None:
+        """Returns once all that was appended is on disk."""
+        self._sync()
+        self._raise()
+
+    def __enter__(self) -> GroupedAppends:
+        return self
+
+    def __exit__(self, kind: object, error: object, _: object) -> None:
+        try:
+            self.sync()
+        except StorageError:
+            if error is None:  # else that is the one to report
+                raise
+
+    def _sync(self) -> None:
+        with self._syncing:  # whoever comes second also waits for what the first one took
+            with self._lock:
+                paths, self._unsynced, timer, self._timer = self._unsynced, set(), self._timer, None
+            if timer is not None:
+                timer.cancel()
+            for path in paths:
+                try:
+                    with storage_errors(str(path)):
+                        sync(path)
+                except StorageError as error:
+                    self._error = error
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def jsonl(lines: Iterable[Mapping[str, Any]]) -> str:
+    """A line of JSON each, text as it is."""
+    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+
+
+def whole_lines(path: Path) -> list[str]:
+    """Lines with their line feed; a last one without it was cut off by a kill, and may end within a character."""
+    with storage_errors(str(path)):
+        whole = path.read_bytes().split(b"\n")[:-1]  # not splitlines(): a response may hold U+2028
+    return [line.decode(errors="replace") + "\n" for line in whole]
 
 
 @contextmanager

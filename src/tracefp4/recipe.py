@@ -10,11 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
+from tracefp4 import formats
 from tracefp4.errors import TracefpError
-from tracefp4.formats import QuantizedBlocks, get_format
+from tracefp4.formats.names import element_bits
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tracefp4.formats import QuantizedBlocks
 
 ENCODE_SCALES = ("row", "row-pow2")
 GUIDED_LAYERS = ("none", "deeper-eighth", "deeper-quarter", "deeper-half", "all")
@@ -71,8 +76,8 @@ class QuantRecipe:
     def __post_init__(self) -> None:
         for name in (self.weights, self.activations, self.kv):
             if name is not None:
-                get_format(name)  # raises by name
-        if self.kv is not None and get_format(self.kv).element_bits != 4:
+                element_bits(name)  # raises by name
+        if self.kv is not None and element_bits(self.kv) != 4:
             raise TracefpError(f"the KV cache holds four-bit formats, not {self.kv}")
         if self.encode_scale not in ENCODE_SCALES:
             raise TracefpError(f"encode_scale must be one of {', '.join(ENCODE_SCALES)}, got {self.encode_scale!r}")
@@ -117,9 +122,26 @@ class QuantRecipe:
     def site_encode_scale(self, site: str) -> str | float | None:
         """``encode_scale`` argument for ``Format.quantize`` at a recorded site; None for MX formats."""
         name = self.site_format(site)
-        if name is None or get_format(name).scale_kind != "e4m3":
+        if name is None or formats.get_format(name).scale_kind != "e4m3":
             return None
         return self.encode_scale if site == "expert_input" else self.kv_encode_scale
+
+
+@dataclass(frozen=True)
+class TrainerForward:
+    """How much of the recipe the trainer's forward mirrors.
+
+    weights, activations, kv: fake-quantize that part as the rollout quantizes it. guided: round recorded rows to the
+    rollout's slots; else to nearest. replay: send tokens to the experts the rollout chose (R3). clipped: no gradient to
+    activations, K and V beyond what their block's scale represents; else the gradient of the identity everywhere.
+    """
+
+    weights: bool = False
+    activations: bool = False
+    kv: bool = False
+    guided: bool = False
+    replay: bool = True
+    clipped: bool = False
 
 
 def resolve_guided_layers(which: str, num_layers: int) -> tuple[int, ...]:
@@ -142,7 +164,7 @@ def quantize_expert_weights(w_EOI: Tensor, format_name: str, pow2: bool = False)
     bit. Gate and up lie stacked in ``out`` and thus share the expert's scale. Raises FormatError where ``in`` is
     no multiple of the block. pow2: round the expert's scale down to a power of two.
     """
-    fmt = get_format(format_name)
+    fmt = formats.get_format(format_name)
     if fmt.scale_kind != "e4m3":
         return fmt.quantize(w_EOI)
     scale_E1 = fmt.resolve_encode_scale(w_EOI.flatten(1), "row-pow2" if pow2 else "row")

@@ -103,10 +103,11 @@ def space_missing(run_dir: Path, sizes: SaveSizes, run: Any) -> int:
 
 
 class Saves:
-    """The saves of one run; ``failed`` counts those that did not succeed in this process."""
+    """The saves of one run; ``failed`` counts those that did not succeed in this process. tell: called with a sentence
+    at the first failure of each kind, and at the first one after a success."""
 
-    def __init__(self, run_dir: Path, sizes: SaveSizes) -> None:
-        self.run_dir, self.sizes = run_dir, sizes
+    def __init__(self, run_dir: Path, sizes: SaveSizes, tell: Callable[[str], None] = lambda _: None) -> None:
+        self.run_dir, self.sizes, self._tell = run_dir, sizes, tell
         self.failed = 0
         self._warned: set[str] = set()
         sweep_files(run_dir)
@@ -151,8 +152,11 @@ class Saves:
             self.failed += 1
             if what not in self._warned:
                 self._warned.add(what)
-                warn(f"{what} was not saved, the run goes on and tries again when the next is due: {error}")
+                sentence = f"{what} was not saved, the run goes on and tries again when the next is due: {error}"
+                warn(sentence)
+                self._tell(sentence)
             return False
+        self._warned.discard(what)
         return True
 
 

@@ -103,6 +103,11 @@ CASES: dict[str, tuple[str, list[Line], int]] = {
     "infinity": ("nonfinite", sick("train/loss", lambda i, v: math.inf), 20),
     "a spike of the gradient": ("grad_norm", sick("train/grad_norm", lambda i, v: 25 * v if i == 0 else v), 20),
     "importance weights": ("importance", sick("tis/clip_frac", lambda i, v: 0.03), 22),
+    "weights of whole responses": (
+        "sequence_weight",
+        [{"tbpo/weight_far_share": 0.05 if i >= 20 else 0.0, "tbpo/weight_mean": 1.02} for i in range(25)],
+        22,
+    ),
     "responses cut off": ("truncation", sick("response/truncated_share", lambda i, v: 0.7), 22),
     "no more reward": ("reward_zero", sick("reward/mean", lambda i, v: 0.0), 29),
     "never a reward": ("reward_zero", sick("reward/mean", lambda i, v: 0.0, start=0), 9),

@@ -48,8 +48,8 @@ def wrong_below(limit: int) -> Any:
 @pytest.mark.parametrize(
     ("count", "wrong", "gate", "code"),
     [
-        (60, 0, ["--max-drop", "20%"], 0),
-        (60, 40, ["--max-drop", "20%"], 1),
+        (30, 0, ["--max-drop", "30%"], 0),
+        (30, 25, ["--max-drop", "20%"], 1),
         (20, 1, ["--max-drop", "2%"], 2),
         (10, 10, [], 0),
     ],

@@ -20,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from gap_models import checkpoint
+from tracefp4.cli import main
 from tracefp4.errors import TracefpError
 from tracefp4.gap.checks import Markers, mark_all
 from tracefp4.gap.inquiries import Inquiry, ReadOptions, read_inquiries
@@ -187,6 +188,26 @@ def test_the_script_says_what_is_wrong(
     assert error.count("\n") == 1
 
 
+class InThisProcess:
+    """A command of the script, without the seconds that another interpreter takes to import torch."""
+
+    def __init__(self, command: list[str]) -> None:
+        assert command[:3] == [sys.executable, "-m", "tracefp4"]
+        self.command = command[3:]
+
+    def __enter__(self) -> InThisProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def wait(self) -> int:
+        with pytest.raises(SystemExit) as stop:
+            main(self.command)
+        assert isinstance(stop.value.code, int)
+        return stop.value.code
+
+
 def test_the_script_runs_the_check_and_prints_the_figures(
     example: Callable[[str], ModuleType],
     tmp_path: Path,
@@ -195,7 +216,7 @@ def test_the_script_runs_the_check_and_prints_the_figures(
 ) -> None:
     run, package = example("run"), example("fetch").SMOLLM2
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(FOLDER.parents[1] / "src"))
+    monkeypatch.setattr(run, "subprocess", SimpleNamespace(Popen=InThisProcess))
     checkpoint(tmp_path / "cache" / f"SmolLM2-135M-Instruct.Q4_1-bf16-{package.sha256[:12]}")  # as if converted
     given = ["--cache", "cache", "--out", "out", "--serve", "nvfp4", "--limit", "3"]
     assert run.main(given) == 0

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from gap_models import checkpoint
 from tracefp4.errors import TracefpError
 from tracefp4.formats import get_format
 from tracefp4.gap.answers import Sampling
 from tracefp4.gap.forms import EndpointForm, LocalForm, parse_form
-from tracefp4.gap.local import EngineRunner, TransformersRunner, load_runner, pick_device
+from tracefp4.gap.local import EngineRunner, TransformersRunner, check_local, load_runner
+from tracefp4.rollout.engine import RolloutEngine
 
 QUESTIONS = ["Hello", "What is 2 + 2?", "A longer question than the others, so that rows are padded."]
 SAMPLED = Sampling(temperature=0.8, max_new_tokens=12)
@@ -25,10 +28,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: checkpoint(root / kind, kind) for kind in ("llama", "gpt2", "qwen3", "qwen3_moe")}
 
 
-def load(text: str, sampling: Sampling = SAMPLED, dtype: str = "auto") -> TransformersRunner | EngineRunner:
+def local(text: str) -> LocalForm:
     form = parse_form("--train-form", text)
     assert isinstance(form, LocalForm)
-    return load_runner(form, sampling, "cpu", dtype, 4)  # type: ignore[return-value]
+    return form
+
+
+def load(text: str, sampling: Sampling = SAMPLED, dtype: str = "auto") -> TransformersRunner | EngineRunner:
+    return load_runner(local(text), sampling, "cpu", dtype, 4)  # type: ignore[return-value]
 
 
 def prompts(runner: TransformersRunner | EngineRunner) -> list[list[int]]:
@@ -156,10 +163,66 @@ def test_damaged_and_missing_forms_are_one_sentence(tmp_path: Path, folders: dic
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
-def test_a_missing_device_is_refused() -> None:
-    with pytest.raises(TracefpError, match="no CUDA device"):
-        pick_device("cuda")
-    assert pick_device("auto") == "cpu"
+def test_a_missing_device_is_refused(folders: dict[str, Path]) -> None:
+    for text in (str(folders["llama"]), f"{folders['qwen3']}@engine:nvfp4"):
+        form = local(text)
+        with pytest.raises(TracefpError, match=r"--device = cuda needs a GPU.*set --device to cpu"):
+            check_local(form, SAMPLED, "cuda", "auto")
+        check_local(form, SAMPLED, "auto", "auto")
+
+
+def test_the_device_reaches_models_and_engines(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, str] = {}
+
+    def to(module: Any, device: str) -> Any:
+        asked["model"] = device
+        return module
+
+    def made(*arguments: Any, device: str) -> RolloutEngine:
+        asked["engine"] = device
+        return RolloutEngine(*arguments, device="cpu")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(LlamaForCausalLM, "to", to)
+    monkeypatch.setattr("tracefp4.gap.local.RolloutEngine", made)
+    for device, want in (("auto", "cuda"), ("cuda", "cuda"), ("cpu", "cpu")):
+        model = load_runner(local(str(folders["llama"])), SAMPLED, device, "auto", 4)
+        engine = load_runner(local(f"{folders['qwen3']}@engine:nvfp4"), Sampling(max_new_tokens=1), device, "auto", 4)
+        engine.generate([[5, 6]], [0])
+        assert asked == {"model": want, "engine": want}
+        assert model.about["device"] == engine.about["device"] == want
+        assert engine.about["backend"] == "torch"
+
+
+def test_what_is_missing_shows_without_loading(tmp_path: Path, folders: dict[str, Path]) -> None:
+    def without(kind: str, *names: str) -> Path:
+        folder = tmp_path / f"{kind}-{len(list(tmp_path.iterdir()))}"
+        shutil.copytree(folders[kind], folder)
+        for name in names:
+            (folder / name).unlink()
+        return folder
+
+    cut = without("llama")
+    (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:1000])
+    files = ("tokenizer.json", "tokenizer_config.json")
+    for text, message in (
+        (str(without("llama", *files)), "has no tokenizer"),
+        (str(without("gpt2", "tokenizer.json")), "has no tokenizer"),  # transformers makes an empty one of these
+        (str(without("qwen3", "tokenizer.json")), "has no tokenizer"),
+        (f"{without('qwen3', *files)}@engine:nvfp4", "has no tokenizer"),
+        (str(without("llama", "model.safetensors")), "neither model.safetensors nor"),
+        (str(cut), "damaged or cut short"),
+        (f"{folders['llama']}@engine:nvfp4", "model_type 'llama' is not supported"),
+    ):
+        with pytest.raises(TracefpError, match=message):
+            check_local(local(text), SAMPLED, "cpu", "auto")
+    with pytest.raises(TracefpError, match="@engine:nvfp4"):
+        check_local(local(f"{folders['qwen3_moe']}@nvfp4-w4a4"), SAMPLED, "cpu", "auto")
+    with pytest.raises(TracefpError, match="bfloat16 or float32"):
+        check_local(local(f"{folders['qwen3']}@engine:nvfp4"), SAMPLED, "cpu", "float16")
+    form = local(str(checkpoint(tmp_path / "plain", chat=False)))
+    with pytest.raises(TracefpError, match="no chat template"):
+        check_local(form, Sampling(chat="on"), "cpu", "auto")
 
 
 def test_compressed_tensors_needs_its_package(tmp_path: Path) -> None:

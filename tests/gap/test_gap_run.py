@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,22 +51,22 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_form_against_itself_differs_in_nothing(tmp_path: Path, model: Path) -> None:
-    facts = gap(request(str(model), str(model), inquiries(tmp_path, *letters(12)), gate=Gate(0.5)), tmp_path / "out")
+    facts = gap(request(str(model), str(model), inquiries(tmp_path, *letters(6)), gate=Gate(0.9)), tmp_path / "out")
     assert facts["complete"]
     assert facts["difference"]["value"] == 0
-    assert facts["pairs"]["same_text"] == facts["pairs"]["pairs"] == 24
+    assert facts["pairs"]["same_text"] == facts["pairs"]["pairs"] == 12
     assert facts["distance"]["mean_abs"] < 1e-5
     assert facts["gate"]["verdict"] == "pass"
     assert (tmp_path / "out" / "flips.jsonl").read_text() == ""
 
 
 def test_forms_that_differ(tmp_path: Path, model: Path) -> None:
-    file = inquiries(tmp_path, *letters(30))
+    file = inquiries(tmp_path, *letters(15))
     facts = gap(request(str(model), f"{model}@mxfp4-even-w4a4", file), tmp_path / "out")
     pairs, d = facts["pairs"], facts["difference"]
     assert pairs["lost"] + pairs["gained"] > 0
-    assert pairs["both_pass"] + pairs["lost"] + pairs["gained"] + pairs["both_fail"] == pairs["pairs"] == 60
-    assert d["value"] == pytest.approx((pairs["gained"] - pairs["lost"]) / 60)
+    assert pairs["both_pass"] + pairs["lost"] + pairs["gained"] + pairs["both_fail"] == pairs["pairs"] == 30
+    assert d["value"] == pytest.approx((pairs["gained"] - pairs["lost"]) / 30)
     assert d["low"] <= d["value"] <= d["high"]
     flips = lines(tmp_path / "out" / "flips.jsonl")
     assert len(flips) == pairs["lost"] + pairs["gained"]
@@ -74,20 +75,20 @@ def test_forms_that_differ(tmp_path: Path, model: Path) -> None:
         assert passed == {"train": flip["outcome"] == "lost", "serve": flip["outcome"] == "gained"}
     assert facts["distance"]["how"].startswith("each form scored")
     assert facts["distance"]["mean_abs"] > 0.01
-    assert {side: f["answers"] for side, f in facts["forms"].items()} == {"train": 60, "serve": 60}
+    assert {side: f["answers"] for side, f in facts["forms"].items()} == {"train": 30, "serve": 30}
     assert facts["about"]["serve"]["rounded"]["layers"] == 14
     assert "<svg" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_stopped_check_goes_on_and_writes_what_an_unbroken_one_writes(tmp_path: Path, model: Path) -> None:
-    file = inquiries(tmp_path, *letters(12))
+    file = inquiries(tmp_path, *letters(7))
     asked = request(str(model), f"{model}@nvfp4", file)
     whole = gap(asked, tmp_path / "whole")
     half = tmp_path / "half"
     gap(asked, half)
     for name in ("answers-train.jsonl", "answers-serve.jsonl"):  # as a kill leaves it: whole lines and a piece of one
         text = (half / name).read_text()
-        kept = text.splitlines(keepends=True)[: 24 if "train" in name else 10]
+        kept = text.splitlines(keepends=True)[: 14 if "train" in name else 5]
         (half / name).write_text("".join(kept) + '{"id": "q')
     (half / "report.html").unlink()
     (half / "scores.jsonl").unlink()
@@ -286,9 +287,9 @@ def test_all_kinds_of_checks_in_one_file(tmp_path: Path) -> None:
         ({"kind": "regex", "workers": 1}, "c.t", "a cat", "a dog"),
         ({"kind": "json_schema", "schema": {"required": ["x"]}}, None, '```json\n{"x": 1}\n```', '{"y": 1}'),
         ({"kind": "json_schema", "schema": True}, None, "[1]", "[1"),
-        ({"kind": "python", "function": f"{tmp_path}/f.py:long", "pass_at": 2}, None, "x" * 20, "x" * 19),
+        ({"kind": "python", "function": f"{tmp_path}/f.py:long", "pass_at": 2, "workers": 1}, None, "x" * 20, "x" * 19),
         ({"kind": "command", "command": command}, "yes", "yes", "no"),
-        (["contains", {"kind": "regex", "pattern": r"\.$"}], "ok", "ok.", "ok"),
+        (["contains", {"kind": "regex", "pattern": r"\.$", "workers": 1}], "ok", "ok.", "ok"),
     ]
     rows = [
         {"id": f"c{i}", "prompt": f"case {i}", "check": check, "length": 10}
@@ -343,6 +344,19 @@ def test_a_prompt_that_does_not_fit_is_missing(tmp_path: Path, model: Path) -> N
     )
     assert facts["inquiries"]["missing"] == 1
     assert "the model takes 256" in next(iter(facts["forms"]["train"]["failures"]))
+
+
+def test_a_serving_form_without_a_tokenizer_is_named_before_the_other_answers(tmp_path: Path, model: Path) -> None:
+    bare = shutil.copytree(model, tmp_path / "bare")
+    (bare / "tokenizer.json").unlink()
+    asked = request(str(model), f"{bare}@nvfp4", inquiries(tmp_path, *letters(2)))
+    with pytest.raises(TracefpError, match="bare has no tokenizer"):
+        gap(asked, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    url = "http://127.0.0.1:9/v1?model=m"
+    with pytest.raises(TracefpError, match="GAP_NO_SUCH_KEY"):
+        gap(request(str(model), f"{url}&key_env=GAP_NO_SUCH_KEY", inquiries(tmp_path, *letters(2))), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_damaged_file_is_named(tmp_path: Path, model: Path) -> None:

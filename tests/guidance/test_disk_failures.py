@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,6 @@ from tracefp4.guidance.disk import ShardStore
 from tracefp4.types import GuidanceHandle
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "guidance"
-
-
-@pytest.fixture
-def store(folder: Path) -> Iterator[ShardStore]:
-    with ShardStore(str(folder), commit_seconds=0.01, wait_seconds=0.0) as opened:
-        yield opened
 
 
 # -- a disk that fails --------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,17 +22,6 @@ from tracefp4.guidance.store import MemoryStore
 from tracefp4.types import GuidanceHandle
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "guidance"
-
-
-@pytest.fixture
-def store(folder: Path) -> Iterator[ShardStore]:
-    with ShardStore(str(folder), commit_seconds=0.01, wait_seconds=0.0) as opened:
-        yield opened
 
 
 # -- found again --------------------------------------------------------------------------------------------------

@@ -84,13 +84,16 @@ def test_equals_the_reference(case: str, fp4: bool) -> None:
 
 
 @pytest.mark.parametrize("fp4", [True, False], ids=["fp4", "bf16"])
-@pytest.mark.parametrize(("programs", "together"), [(3, True), (20, False)])
-def test_equal_parts_of_unequal_contexts(programs: int, together: bool, fp4: bool) -> None:
-    """Parts that end within contexts, and more programs than there is work for."""
+@pytest.mark.parametrize(
+    ("programs", "even", "R", "D"), [(3, True, 4, 128), (20, True, 6, 64), (100, True, 2, 128), (48, False, 4, 128)]
+)
+def test_every_cut_of_unequal_contexts(programs: int, even: bool, R: int, D: int, fp4: bool) -> None:
+    """Parts that end within contexts, more programs than there is work for, splits without tokens; shares of one to
+    four heads added by one program, and more than one program's thread takes at a time."""
     from tracefp4.kernels.paged_attention import triton as kernel
 
-    args = problem([140, 0, 40, 1, 300, 0], 4, 1, 128, 32, fp4)
-    config = kernel.AttentionConfig(32, 1, 1, programs, asm=DEVICE == "cuda", even=True, together=together)
+    args = problem([140, 0, 40, 1, 300, 0], R, 1, D, 32, fp4)
+    config = kernel.AttentionConfig(32, 1, 1, programs, asm=DEVICE == "cuda", even=even)
     out = kernel.paged_decode(
         args["q_BHD"], args["cache"], args["block_tables_BP"], args["lengths_B"], args["scaling"], 320, config
     )

@@ -7,14 +7,23 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3MoeForCausalLM
 
+import kernel_case
 from tiny import tiny_checkpoint, tiny_config, tiny_dense_config
 from tracefp4.errors import TracefpError
+from tracefp4.guidance.store import MemoryStore
+from tracefp4.kernels.grouped_experts import ExpertMatrices, PackedExperts
 from tracefp4.loop import RunConfig
+from tracefp4.loop.parts import Parts, preflight
 from tracefp4.meter.live.attribution import Attribution, Switched, causes_of
 from tracefp4.meter.live.plan import LiveRequest, load_run, read_prompts
 from tracefp4.meter.live.run import LiveResult, meter_live
+from tracefp4.meter.live.switches import _matrices
+from tracefp4.meter.page import render
+from tracefp4.recipe import quantize_expert_weights
 from tracefp4.rollout.engine import RolloutEngine
+from tracefp4.rollout.model import NativeExperts
 
 SETTINGS = ["rollout.max_model_len=64", "sampling.max_new_tokens=12", "run.threads=1"]
 
@@ -90,6 +99,89 @@ def test_one_layers_weight_scale_wrong_in_the_rollout(checkpoint: Path, layer: i
     worst = max((g for g in result.attribution.grid if g.site == "weights"), key=lambda g: g.removed)
     assert worst.layer == layer
     assert worst.removed > 0.8 * (result.attribution.full - result.attribution.clean)
+
+
+def test_one_experts_weights_wrong_in_the_rollout(checkpoint: Path) -> None:
+    def wrong(engine: RolloutEngine) -> None:
+        matrices: Any = engine.model._layers[1].gate_up
+        matrices.epilogue_E[6] *= 3
+
+    result = meter(checkpoint, "trace-full", "sampling.max_new_tokens=40", alter=wrong, layers=False)
+    assert any(cause.startswith("expert 6 of layer 1: mean") for cause in result.attribution.causes)
+    assert (result.experts[0].layer, result.experts[0].expert) == (1, 6)
+    assert result.experts[0].inside > 2 * result.experts[0].outside
+    assert "layer 1, expert 6" in render(result.as_dict())
+    clean = meter(checkpoint, "trace-full", "sampling.max_new_tokens=40", layers=False)
+    assert not any("expert" in cause for cause in clean.attribution.causes)
+
+
+# -- on a GPU, over the kernels --------------------------------------------------------------------------------------
+
+
+def test_over_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine of "triton" over the kernels' references: what the meter reads of it is the same."""
+    made = Parts.make_engine
+
+    def references(parts: Parts, *arguments: Any) -> RolloutEngine:
+        engine = made(parts, *arguments)
+        assert engine.kernels is not None
+        engine.model.backend = engine.kernels.pool.backend = "torch"  # type: ignore[attr-defined]
+        return engine
+
+    def wrong(engine: RolloutEngine) -> None:
+        matrices: Any = engine.model._layers[1].gate_up
+        matrices.epilogue.mul_(1.5)
+
+    monkeypatch.setattr(Parts, "make_engine", references)
+    path = tiny_checkpoint(tmp_path / "m", kernel_case.moe())
+    settings = ("rollout.backend=triton", "rollout.max_num_seqs=8")
+    result = meter(path, "trace-full", *settings, layers=False)
+    assert result.facts["backend"] == "triton"
+    for name in ("weights", "codes", "scales", "kv", "router"):
+        assert site(result, name).aligned_by_method, name
+    assert result.attribution.full == pytest.approx(result.attribution.clean, rel=0.05)
+    plain = meter(path, "bf16", *settings, layers=False)
+    assert abs(site(plain, "engine_kernel").removed) < plain.full.mean  # its prefill is the same but for roundings
+    planted = meter(path, "trace-full", *settings, alter=wrong)
+    assert planted.attribution.causes[0].startswith("weights: aligned")
+    assert "layer 1 has" in planted.attribution.causes[0]
+
+
+def test_weights_in_other_layouts() -> None:
+    w = torch.randn(2, 128, 128, dtype=torch.bfloat16)
+    blocks = quantize_expert_weights(w, "nvfp4", False)
+    want = ExpertMatrices.quantized(blocks)
+    packed = _matrices(PackedExperts.pack(blocks))
+    assert torch.equal(packed, want.operand_EOI * want.epilogue_E[:, None, None])  # type: ignore[index]
+    assert _matrices(w) is w
+    codes = torch.zeros(1, dtype=torch.uint8)
+    with pytest.raises(TracefpError, match=r'rollout\.backend="triton"'):
+        _matrices(NativeExperts(codes, codes, codes))
+
+
+def test_the_device_reaches_trainer_and_engine(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Reached(Exception):
+        pass
+
+    def to(module: Any, device: str) -> Any:
+        asked.append(device)
+        raise Reached
+
+    monkeypatch.setattr(Qwen3MoeForCausalLM, "to", to)
+    with pytest.raises(TracefpError, match=r"run\.device = cuda needs a GPU"):
+        meter(checkpoint, "bf16", "run.device=cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for setting in ("auto", "cuda", "cpu"):
+        with pytest.raises(Reached):
+            meter(checkpoint, "bf16", f"run.device={setting}")
+    assert asked == ["cuda", "cuda", "cpu"]
+    config = load_run(None, [*SETTINGS, "run.device=cuda"], str(checkpoint), "bf16")
+    engines: list[str] = []
+    monkeypatch.setattr("tracefp4.loop.parts.RolloutEngine", lambda *arguments: engines.append(arguments[4]))
+    preflight(config, training=False).make_engine(MemoryStore())
+    assert engines == ["cuda"]
 
 
 def test_the_layer_named_is_not_one_that_is_aligned_already() -> None:

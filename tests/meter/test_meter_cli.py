@@ -2,15 +2,13 @@
 
 import json
 import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from meter.tracedata import Row, sampled, write_rows
-from report.browser import CHROMIUM, Page, browser
+from report.browser import CHROMIUM, Page
 from tiny import tiny_checkpoint, tiny_config
 from tracefp4.cli import main
 
@@ -131,14 +129,6 @@ def pages(files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
     live = ("--train", checkpoint, "--method", "naive", "--prompts", prompts, "--out", folder / "live")
     run(*live, "rollout.max_model_len=64", "sampling.max_new_tokens=12", "sampling.temperature=0.8")
     return {name: folder / name / "meter.html" for name in ("traces", "live")}
-
-
-@pytest.fixture(scope="module")
-def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    profile = tmp_path_factory.mktemp("profile")
-    with browser(profile) as page:
-        yield page
-    shutil.rmtree(profile, ignore_errors=True)
 
 
 @needs_browser

@@ -177,6 +177,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         (["nowhere"], "nowhere is no folder: give a run folder or one that holds some"),
         (["empty"], "no run found in empty: neither it nor a folder below it holds metrics.jsonl"),
         (["run", "--out", "empty"], "empty is a folder: give the name of a file to write"),
+        (
+            ["run", "--out", "run/config.json"],
+            "run/config.json is there and no .html file: it is left alone, choose another name",
+        ),
+        (
+            ["run", "--csv", "run/metrics.jsonl"],
+            "run/metrics.jsonl is there and no .csv file: it is left alone, choose another name",
+        ),
         (["run", "--out", "file/page.html"], "the folder file cannot be made: a file is in its place"),
         (["run", "--png", "file"], "the folder file cannot be made: a file is in its place"),
         (["run", "--out", "p.html", "--csv", "file/x.csv"], "the folder file cannot be made: a file is in its place"),
@@ -207,7 +215,7 @@ def test_a_failing_write_leaves_the_old_page(tmp_path: Path, monkeypatch: pytest
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tracefp4.report.export.os.fsync", full)
+    monkeypatch.setattr("tracefp4.files.os.fsync", full)
     assert command(str(tmp_path / "run"), "--out", str(target)) == 2
     assert target.read_text() == "old"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run"]

@@ -1,12 +1,10 @@
 """The page in Chromium: drawn at every width, dark and light, with no request but the file itself."""
 
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from report.browser import CHROMIUM, Page, browser
+from report.browser import CHROMIUM, Page
 from report.runfolders import HOSTILE_NAME, write_comparison, write_run
 from tracefp4.report.html import report
 
@@ -40,14 +38,6 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = write_comparison(tmp_path_factory.mktemp("runs") / "cmp", steps=8)
     write_run(root / HOSTILE_NAME / "seed0", HOSTILE_NAME, steps=8)
     return report([root])[0]
-
-
-@pytest.fixture(scope="module")
-def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    profile = tmp_path_factory.mktemp("profile")
-    with browser(profile) as page:
-        yield page
-    shutil.rmtree(profile, ignore_errors=True)
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (400, False), (360, True), (320, False)])

@@ -41,6 +41,19 @@ def test_a_running_run_says_how_long_it_takes(tmp_path: Path) -> None:
     assert row.idle_seconds < 60
 
 
+def test_failed_saves_are_seen(tmp_path: Path) -> None:
+    run = folder(tmp_path, "a", steps=2)
+    line = {"step": 2, "rollout_seconds": 2.0, "failed_saves": 3.0}
+    with (run / "timing.jsonl").open("a") as timing, (run / "metrics.jsonl").open("a") as metrics:
+        timing.write(json.dumps(line) + "\n")
+        metrics.write(json.dumps({"step": 2, "reward/mean": 0.1}) + "\n")
+    assert statuses([run])[0].last_warning == "3 saves failed, it has no state: is the disk full?"
+    (run / "states" / "step-00000001").mkdir(parents=True)
+    assert statuses([run])[0].last_warning == "3 saves failed, its newest state is of step 1: is the disk full?"
+    write_json_atomic(run / "final.json", {"steps": 3})
+    assert statuses([run])[0].last_warning is None
+
+
 def test_states_of_runs_that_no_process_holds(tmp_path: Path) -> None:
     folder(tmp_path, "killed", steps=2)
     done, stopped = folder(tmp_path, "done", steps=20), folder(tmp_path, "stopped", steps=5)

@@ -69,7 +69,10 @@ def test_the_table_and_the_status(made: tuple[str, ...], tmp_path: Path, capsys:
     assert "Control stable: bf16 stays at 0.8 or above after its rise" in printed.out
     assert "dynamics (2 rows); seeds 0; 20 steps; 2 of 2 runs left" in printed.err
     assert call("status", str(tmp_path / "out")) == 0
-    assert capsys.readouterr().out.splitlines() == [
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("warm start tiny-2-")
+    assert lines[0].endswith(": made, pass rate 0.312 (n = 64) after 20 steps, 2 s, band 0 to 1")
+    assert lines[1:] == [
         "dynamics/bf16, seed 0   step 20/20, evaluated, 2.00 s a step",
         "dynamics/trace, seed 0  step 20/20, evaluated, 2.00 s a step",
         "2 of 2 runs done",

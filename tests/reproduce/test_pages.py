@@ -72,6 +72,11 @@ def test_all_pages_are_written(made_up: MakeUp) -> None:
     assert "cpu time of 1 invocations together" in text
     page = (plan.out / "results.html").read_text()
     assert page.count("<figure>") == 4
+    assert "Policy: 2 layers of width 32, 4 experts, 2 a token; task: running_sums; warm start tiny-2-" in page
+    assert "<dt>qat</dt><dd>FP4 rollout" in page
+    assert "Bold lines are means over seeds" in page
+    assert "Differences of every pair of rows" in page
+    assert "\u00b1" in page
     assert page.count("<svg") >= 4
     assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
     pictures = {path.name for path in (plan.out / "figures/dynamics").iterdir()}

@@ -3,16 +3,29 @@
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 
 from tracefp4.compare import CompareError
-from tracefp4.reproduce.plan import Plan, make_plan, open_plan, read_plan, stored_request
-from tracefp4.reproduce.runner import INVOCATIONS, Limits, expected_seconds, run_plan, steps_done
+from tracefp4.reproduce.plan import Plan, make_plan, open_plan, read_plan, scores_of, stored_request
+from tracefp4.reproduce.results import gather
+from tracefp4.reproduce.reuse import adopt
+from tracefp4.reproduce.runner import (
+    INVOCATION_NOW,
+    INVOCATIONS,
+    Limits,
+    expected_seconds,
+    run_plan,
+    start_state,
+    steps_done,
+)
 from tracefp4.signals import Stopped
 
 MakeUp = Callable[..., Plan]
@@ -67,6 +80,16 @@ def test_a_deadline_stops_and_the_next_call_goes_on(made_up: MakeUp) -> None:
     assert log == ["bf16 0 from 0", f"bf16 0 from {first}"]
 
 
+def test_the_time_of_a_killed_invocation_counts(made_up: MakeUp) -> None:
+    plan = made_up(modes=("bf16",), seeds=(0,))
+    (plan.out / INVOCATION_NOW).write_text('{"seconds": 77.0, "jobs": 5, "device": "cpu"}')
+    run(plan)
+    facts = [json.loads(line) for line in (plan.out / INVOCATIONS).read_text().splitlines()]
+    assert facts[0] == {"seconds": 77.0, "jobs": 5, "device": "cpu"}
+    assert 0 < facts[1]["seconds"] < 60
+    assert not (plan.out / INVOCATION_NOW).exists()
+
+
 def test_whole_starts_only_what_ends_in_time(made_up: MakeUp) -> None:
     plan = made_up(modes=("bf16",), seeds=(0, 1))
     _, outcome = run(plan, jobs=1, seconds=20, whole=True)  # 20 steps of 2 s: the second would take 40 s
@@ -95,6 +118,28 @@ def test_a_crash_ends_one_run_and_is_tried_again(made_up: MakeUp) -> None:
     assert [spec.done for spec in plan.specs] == [True, False, True]
     run(made_up(seeds=(0,)))
     assert plan.complete
+
+
+def test_a_warm_start_that_fails_holds_back_its_own_runs(
+    made_up: MakeUp, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plan = made_up(experiment="layers", modes=("bf16",), seeds=(0,))
+    broken, made = plan.specs[0].start, plan.specs[1].start
+    (broken / "warmstart.json").unlink()
+    log = broken.with_name(f"{broken.name}.log")
+    log.write_text("step   150  loss 1.2  held-out pass rate 0.125 (n = 512)  30 characters  9 s\n")
+    assert start_state(broken, plan.starts[broken]) == "step 150 of at most 20, pass rate 0.125, band 0 to 1"
+    assert start_state(tmp_path / "nowhere", plan.starts[made]) == "not made yet, band 0 to 1"
+    source = "print('error: pass rate 0.125 after 20 steps is outside [0.2, 0.4]'); raise SystemExit(2)"
+    program = tmp_path / "program"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{source}"\n')
+    program.chmod(0o755)
+    monkeypatch.setattr("tracefp4.reproduce.runner.WARMSTART", [str(program)])
+    lines, outcome = run(plan)
+    assert [spec.done for spec in plan.specs] == [False, True, True]
+    why = "error: pass rate 0.125 after 20 steps is outside [0.2, 0.4]"
+    assert outcome.failed == {broken.name: f"the warm start failed with exit code 2: {why}"}  # type: ignore[attr-defined]
+    assert not any("layers-6/bf16" in line for line in lines)
 
 
 def test_refused_settings_end_all(made_up: MakeUp) -> None:
@@ -126,6 +171,41 @@ def test_a_policy_is_evaluated_once_it_is_trained(made_up: MakeUp) -> None:
     lines, _ = run(plan)
     assert lines.index("ptq/bf16, seed 0: done, 2.00 s a step") < lines.index("ptq/ptq:nvfp4, seed 0: evaluating")
     assert plan.complete
+
+
+TEN = ("evaluation.problems=10",)
+"""As many as a made-up evaluation has."""
+
+
+def test_runs_that_tables_and_commands_share_are_trained_once(made_up: MakeUp) -> None:
+    plan = made_up(experiment="bits", modes=("bf16", "1.125 bits"), seeds=(0,), settings=TEN)
+    assert [spec.name for spec in plan.specs] == ["bits/bf16, seed 0", "bits/1.125 bits, seed 0", "parts/bf16, seed 0"]
+    lines, _ = run(plan)
+    assert "parts/bf16, seed 0: the same run as out/bits/bf16/seed0, taken over" in lines
+    assert plan.complete
+    assert scores_of(plan.specs[2]) == scores_of(plan.specs[0])
+    assert not (plan.specs[2].folder / "seed0.log").exists()
+    assert json.loads(plan.specs[2].origin.read_text()) == {"run": "out/bits/bf16/seed0"}
+    other = made_up(experiment="staleness", modes=("bf16", "trace-all"), seeds=(0,), folder="other", settings=TEN)
+    run(other)
+    taken = [spec.name for spec in other.specs if spec.origin.exists()]
+    assert taken == ["lag-0/bf16, seed 0", "lag-0/trace-all, seed 0"]
+    assert gather(other)["taken_over"] == dict.fromkeys(taken, ANY)
+    again = made_up(experiment="staleness", modes=("bf16",), seeds=(0, 1), folder="more", steps=7)
+    run(again)
+    assert not any(spec.origin.exists() for spec in again.specs)
+
+
+def test_a_run_without_the_scores_that_are_needed_is_evaluated_alone(made_up: MakeUp) -> None:
+    plan = made_up(experiment="bits", modes=("bf16",), seeds=(0,))
+    run(plan)
+    scores = plan.specs[0].eval_dir / "scores.json"
+    scores.write_text(scores.read_text().replace('"bf16"', '"bf61"'))
+    other = made_up(experiment="staleness", modes=("bf16",), seeds=(0,), folder="other")
+    assert adopt(other.specs[0]) == plan.specs[0].run_dir
+    assert other.specs[0].trained
+    assert not other.specs[0].evaluated
+    assert not other.specs[0].needs_start
 
 
 def test_the_command_of_a_run(made_up: MakeUp, monkeypatch: pytest.MonkeyPatch) -> None:

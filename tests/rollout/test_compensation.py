@@ -8,13 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
+import kernel_case
 from tiny import make_engine, tiny_config, tiny_dense_config, tiny_recipe, tiny_requests
 from tracefp4.errors import TracefpError
 from tracefp4.formats import get_format
 from tracefp4.methods import MethodConfig, QuantConfig, get_method
 from tracefp4.recipe import Compensation, QuantRecipe
 from tracefp4.rollout.compensation import ResidualCompensation, select
+from tracefp4.rollout.emulated import emulated_experts
 from tracefp4.rollout.engine import RolloutEngine
+from tracefp4.rollout.kernel_model import KernelModel
+from tracefp4.rollout.model import Captured, ExpertMatrices
 
 FORMATS = ["nvfp4", "mxfp4-rceil", "mxfp8-rceil"]
 
@@ -191,3 +195,50 @@ def test_recipes() -> None:
     for wrong, what in (({"rule": "no"}, "rule"), ({"select": "no"}, "select"), ({"share": 0.0}, "share")):
         with pytest.raises(TracefpError, match=f"compensation {what} must be"):
             Compensation(**{"rule": "quads", **wrong})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", ["quads", "resq"])
+def test_beside_the_kernels_the_product_is_that_of_the_torch_path(method: str) -> None:
+    """Every expert for every row, the chosen ones taken: the same sums in another order. Padding has no part in it."""
+    want = kernel_case.engine(method, "torch").model
+    made = kernel_case.engine(method, "references").model
+    h = torch.randn(7, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    y, chosen = want._moe(1, want._layers[1], h, Captured({}, None))
+    assert want.compensation is not None
+    assert made.compensation is not None
+    assert isinstance(made, KernelModel)
+    facts = want.compensation.metrics()
+    rows = torch.cat([h, 50 * torch.ones(2, 128).bfloat16()])
+    gates, same = made._choose(1, made._layers[1], rows)
+    assert torch.equal(same[:7], chosen)
+    blocks = get_format("nvfp4").quantize(rows, encode_scale="row-pow2")
+    layer, real = made._layers[1], torch.arange(9) < 7
+    assert isinstance(layer.gate_up, ExpertMatrices)
+    assert isinstance(layer.down, ExpertMatrices)
+    matrices, compensation = (layer.gate_up, layer.down), made.compensation
+    got = emulated_experts(rows, blocks, same, gates, *matrices, made.recipe, compensation, real)[:7]
+    assert float((got != y).float().mean()) < 0.02  # BF16 values at a rounding border of the FP32 sum
+    assert torch.allclose(got.float(), y.float(), rtol=2**-7, atol=1e-4)
+    assert made.compensation.metrics() == pytest.approx(facts, rel=1e-6)
+
+
+@pytest.mark.parametrize("method", ["quads", "resq"])
+def test_an_engine_over_the_kernels_compensates(method: str) -> None:
+    """Three sequences in a step of four rows; again from the same weights, the same."""
+    torch_engine, first, second = (kernel_case.engine(method, b) for b in ("torch", "references", "references"))
+    want, got, again = (e.generate(kernel_case.requests(3, 12)) for e in (torch_engine, first, second))
+    assert sum(t.num_sampled for t in got) == sum(t.num_sampled for t in want)
+    for a, b in zip(got, again, strict=True):
+        assert a.response_ids == b.response_ids
+        assert torch.equal(a.logprobs, b.logprobs)
+    facts = []
+    for made in (torch_engine, first):
+        assert made.model.compensation is not None
+        facts.append(made.model.compensation.metrics())
+    assert facts[1] == pytest.approx(facts[0], rel=0.1)  # other tokens, after the first that is drawn differently
+    first.update_weights(kernel_case.tiny_weights(kernel_case.moe()).items(), 1)  # in place, as captured graphs need
+
+
+def test_many_experts_are_compensated_in_plain_torch() -> None:
+    with pytest.raises(TracefpError, match=r"does not run residual compensation .* of more than 16 experts"):
+        kernel_case.engine("quads", "references", kernel_case.moe(num_experts=32), load=False)

@@ -7,6 +7,7 @@ its interpreter unless there is a GPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from tiny import tiny_weights
 from tracefp4.errors import TracefpError
 from tracefp4.guidance import full_bits, row_bytes
 from tracefp4.guidance.store import TrajectoryGuidance
+from tracefp4.recipe import QuantRecipe
+from tracefp4.rollout.config import RolloutConfig, resolve
 from tracefp4.rollout.decode import DecodeRunner, buckets
 from tracefp4.rollout.engine import RolloutEngine
 from tracefp4.rollout.weights import tensors_of
@@ -415,10 +418,10 @@ class WatchedPart(torch.Tensor):
         self.notes.append("tables")  # type: ignore[attr-defined]
 
 
-def run_with(ahead: bool, event: str) -> tuple[RolloutEngine, dict[str, Trajectory]]:
+def run_with(ahead: bool, event: str, burst: int = 1) -> tuple[RolloutEngine, dict[str, Trajectory]]:
     """The same run, launching ahead or not, with something happening in its middle."""
     pages = {"num_pages": 4} if event == "preemption" else {}
-    made = engine("trace-all", "references", max_num_seqs=3, **pages)
+    made = engine("trace-all", "references", max_num_seqs=3, steps_per_sync=burst, **pages)
     runner(made).ahead = ahead
     for r in requests(5, min_prompt=9, max_prompt=14, max_new_tokens=12, stop=event == "stop"):
         made.add_request(r)
@@ -440,10 +443,16 @@ def run_with(ahead: bool, event: str) -> tuple[RolloutEngine, dict[str, Trajecto
 def test_a_step_launched_ahead_changes_nothing(event: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launched = []
     launch = DecodeRunner._launch
-    monkeypatch.setattr(DecodeRunner, "_launch", lambda self: (launched.append(self.ahead), launch(self))[1])
+    monkeypatch.setattr(DecodeRunner, "_launch", lambda self, n: (launched.append(self.ahead), launch(self, n))[1])
     a, want = run_with(False, event)
     b, got = run_with(True, event)
     assert launched.count(True) >= launched.count(False), "dropped steps come on top"
+    same_runs(a, want, b, got)
+    assert (b.scheduler.num_preemptions > 0) == (event == "preemption")
+
+
+def same_runs(a: RolloutEngine, want: dict[str, Trajectory], b: RolloutEngine, got: dict[str, Trajectory]) -> None:
+    """Bit for bit, records included, and all pages free."""
     assert set(got) == set(want)
     for name, t in got.items():
         u = want[name]
@@ -453,8 +462,54 @@ def test_a_step_launched_ahead_changes_nothing(event: str, monkeypatch: pytest.M
         assert torch.equal(t.versions, u.versions)
         assert torch.equal(t.row_versions, u.row_versions)
         assert record(b, t.guidance).checksum() == record(a, u.guidance).checksum()
-    assert (b.scheduler.num_preemptions > 0) == (event == "preemption")
+        assert (t.probe is None) == (u.probe is None)
+        if t.probe is not None:
+            assert record(b, t.probe).checksum() == record(a, u.probe).checksum()
     assert b.blocks.num_free == b.blocks.num_pages
+
+
+@pytest.mark.parametrize("event", ["nothing", "stop"])
+@pytest.mark.parametrize(("burst", "ahead"), [(2, False), (5, True), (16, True)])
+def test_a_burst_draws_what_single_steps_draw(burst: int, ahead: bool, event: str) -> None:
+    """Stop tokens fall into the middle of bursts, and bursts end where a row may not go on."""
+    same_runs(*run_with(False, event), *run_with(ahead, event, burst))
+
+
+def test_bursts_end_before_pages_do() -> None:
+    made, done = run_with(True, "preemption", 8)
+    want = run_with(False, "preemption")[1]
+    assert {n: len(t.response_ids) for n, t in done.items()} == {n: len(t.response_ids) for n, t in want.items()}
+    assert all(len(t.row_versions) == t.num_rows and (t.row_versions == 0).all() for t in done.values())
+    assert made.blocks.num_free == made.blocks.num_pages
+
+
+def test_turns_and_probes_in_bursts() -> None:
+    """The host's answer comes when the device is already past it; rows that are probed keep their records."""
+
+    def run(burst: int) -> tuple[RolloutEngine, dict[str, Trajectory]]:
+        made = engine("trace-all", "references", max_num_seqs=4, steps_per_sync=burst)
+        plain = requests(6, min_prompt=4, max_prompt=9, max_new_tokens=24, probe_every=2)
+        asked = [replace(q, sampling=replace(q.sampling, stop_token_ids=tuple(range(1, 9)))) for q in plain]
+        turns = dict[str, int]()
+
+        def answer(name: str, turn: tuple[int, ...]) -> list[int] | None:
+            turns[name] = turns.get(name, 0) + 1
+            return [5, 6, 7][: 1 + turns[name] % 3] if turns[name] < 3 else None
+
+        done = made.generate(asked, on_turn=answer)
+        assert max(turns.values()) > 1
+        return made, {t.request_id: t for t in done}
+
+    same_runs(*run(1), *run(6))
+
+
+def test_single_steps_unless_the_model_is_small_and_on_a_gpu() -> None:
+    shape, recipe = engine("bf16", "references").shape, QuantRecipe(2)
+    config = RolloutConfig(backend="triton")
+    assert resolve(config, "cpu", shape, recipe).steps_per_sync == 1
+    assert resolve(config, "cuda", shape, recipe).steps_per_sync == 8
+    assert resolve(config, "cuda", replace(shape, layers=9000), recipe).steps_per_sync == 1
+    assert resolve(RolloutConfig(backend="triton", steps_per_sync=3), "cpu", shape, recipe).steps_per_sync == 3
 
 
 def test_steps_really_are_launched_ahead() -> None:

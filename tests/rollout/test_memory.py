@@ -29,14 +29,15 @@ def real_plan(form: str, **settings: Any) -> Any:
     return plan(REAL, recipe, resolve(config, "cpu", REAL, recipe))
 
 
-@pytest.mark.parametrize("method", ["bf16", "naive", "w4a16", "a4"])
+@pytest.mark.parametrize("method", ["bf16", "naive", "w4a16", "a4", "quads", "mx"])
 @pytest.mark.parametrize("backend", ["torch", "references"])
 @pytest.mark.parametrize("shape", [moe(), moe(mlp_only_layers=[0], tie_word_embeddings=False), dense()], ids=str)
 def test_weight_bytes_are_those_of_the_tensors(shape: Any, backend: str, method: str) -> None:
-    quant = {"w4a16": {"activations": "none"}, "a4": {"weights": "none"}}.get(method, {})
+    mx = {"weights": "mxfp4-rceil", "activations": "mxfp8-rceil", "kv": "mxfp4-rceil"}
+    quant = {"w4a16": {"activations": "none"}, "a4": {"weights": "none"}, "mx": mx}.get(method, {})
     if (method, backend) == ("a4", "references"):
         return  # refused there
-    name = method if method in ("bf16", "naive") else "naive"
+    name = method if method in ("bf16", "naive", "quads") else "naive"
     made = engine(name, backend, shape, quant)
     tables = made.model._cos.nbytes + made.model._sin.nbytes
     counted = weight_bytes(made.shape, made.recipe, torch.bfloat16, made.config.backend)
@@ -115,9 +116,9 @@ def test_auto_follows_the_device() -> None:
     ("recipe", "config", "named"),
     [
         (QuantRecipe(48), RolloutConfig(dtype="float32"), 'rollout.dtype "float32"'),
-        (QuantRecipe(48, "mxfp4-even", "mxfp4-even"), RolloutConfig(), 'format "mxfp4-even"'),
+        (QuantRecipe(48, "mxfp4-even", "mxfp4-even"), RolloutConfig(), "expert products in mxfp4-even of more than 16"),
+        (QuantRecipe(48, "nvfp4", "nvfp4", "nvfp4-4over6"), RolloutConfig(), 'quant.kv "nvfp4-4over6"'),
         (QuantRecipe(48, "nvfp4", "nvfp4", compensation=Compensation("quads")), RolloutConfig(), "quads"),
-        (QuantRecipe(48, "nvfp4", "nvfp4", guided_layers=(1,), bits=0.5), RolloutConfig(), "scales alone"),
     ],
 )
 def test_auto_takes_torch_where_the_kernels_do_not_apply(
@@ -148,7 +149,7 @@ def test_settings_that_exclude_each_other(settings: dict[str, Any], message: str
     [
         (moe(head_dim=32), {}, "head_dim 32, the kernels take 64, 128 or 256"),
         (moe(), {"weights": "none"}, 'quant.activations "nvfp4" with quant.weights "none"'),
-        (moe(), {"kv": "mxfp4-even"}, 'format "mxfp4-even", the kernels know nvfp4 and nvfp4-exact'),
+        (moe(), {"kv": "nvfp4-4over6"}, 'quant.kv "nvfp4-4over6", the kernels keep a cache in nvfp4 or nvfp4-exact or'),
         (moe(moe_intermediate_size=64), {}, "moe_intermediate_size 64, the kernels take multiples of 128"),
         (dense(intermediate_size=96), {}, "intermediate_size 96"),
     ],

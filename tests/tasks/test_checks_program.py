@@ -1,7 +1,6 @@
 """The kind program: tests from a data set, programs from a policy. Containment is in test_sandbox.py."""
 
 import json
-import os
 import threading
 import time
 
@@ -11,19 +10,9 @@ from tracefp4.errors import TracefpError
 from tracefp4.tasks.base import Prompt
 from tracefp4.tasks.checks import CheckConfig, make_check
 from tracefp4.tasks.checks.program import parse_tests, program_in, same_output
-from tracefp4.tasks.sandbox import SandboxSupport, run, sandbox_support
+from tracefp4.tasks.sandbox import SandboxSupport, run
 
 FENCE = "```"
-
-
-@pytest.fixture
-def isolated():
-    support = sandbox_support()
-    if not support.full:
-        message = f"programs cannot be isolated here, which lacks: {', '.join(support.missing)}"
-        if os.environ.get("CI") == "true" and os.geteuid() == 0:
-            pytest.fail(message)
-        pytest.skip(message)
 
 
 def block(code, language="python"):

@@ -44,7 +44,7 @@ def test_deduplication_works_where_collisions_are_certain():
 
 def test_too_small_a_space_is_refused():
     tiny = make_task(RunningSumsConfig(min_terms=2, max_terms=2, min_digits=1, max_digits=1))
-    with pytest.raises(TracefpError, match="raise max_terms or max_digits"):
+    with pytest.raises(TracefpError, match=r"raise task\.max_terms or task\.max_digits"):
         tiny.train_prompts(0, 8)
 
 

@@ -20,20 +20,12 @@ from tracefp4.tasks.sandbox import (
     run,
     run_program,
     run_tests,
-    sandbox_support,
 )
 
 QUICK = SandboxLimits(seconds=1.5, memory_mb=256, processes=8, file_kb=1024, output_kb=64)
 
 
-@pytest.fixture(autouse=True)
-def _isolation_works_here():
-    support = sandbox_support()
-    if not support.full:
-        message = f"programs cannot be isolated here, which lacks: {', '.join(support.missing)}"
-        if os.environ.get("CI") == "true" and os.geteuid() == 0:
-            pytest.fail(message)
-        pytest.skip(message)
+pytestmark = pytest.mark.usefixtures("isolated")
 
 
 @pytest.fixture

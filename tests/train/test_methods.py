@@ -60,7 +60,7 @@ def losses_of(trainer: GRPOTrainer) -> list[LossTerms]:
 @pytest.mark.parametrize(
     ("method", "metrics"),
     [
-        ("qarl", {"tbpo/dropped_share", "tbpo/weight_mean", "tbpo/ratio_abs_log_mean"}),
+        ("qarl", {"tbpo/dropped_share", "tbpo/weight_mean", "tbpo/weight_far_share", "tbpo/ratio_abs_log_mean"}),
         ("score_centering", {"score_centering/head_mass_train", "score_centering/truncated_share"}),
         ("triage", {"triage/gated_share", "triage/gate_mean_negative", "triage/repair_mean_positive"}),
     ],

@@ -98,6 +98,14 @@ class _Start:
         self._left = max(0, self._left - 1)
 
 
+class _FromStart(Rule):
+    """A rule that compares a figure with the run's own start."""
+
+    def __init__(self, config: WatchConfig, settings: Mapping[str, Any]) -> None:
+        super().__init__(config, settings)
+        self._start = _Start(config.baseline_steps)
+
+
 def trend(steps: Sequence[float], values: Sequence[float]) -> tuple[float, float, float]:
     """(slope per step, fitted value at the last step, z) of a series, robust to outliers.
 
@@ -134,13 +142,9 @@ class NonFinite(Rule):
         )
 
 
-class Mismatch(Rule):
+class Mismatch(_FromStart):
     name = "mismatch"
     needs = (MISMATCH,)
-
-    def __init__(self, config: WatchConfig, settings: Mapping[str, Any]) -> None:
-        super().__init__(config, settings)
-        self._start = _Start(config.baseline_steps)
 
     def look(self, seen: Seen) -> Finding | None:
         c, value = self.config, seen.values[MISMATCH]
@@ -168,7 +172,7 @@ def _mismatch_alarm(value: float, start: float | None, config: WatchConfig) -> b
     return start is not None and value > max(NEGLIGIBLE, config.mismatch_factor * start)
 
 
-class MismatchDrift(Rule):
+class MismatchDrift(_FromStart):
     """Warns before ``mismatch`` does, of a trend in the logarithm that would reach its limit within another window.
 
     All of: Kendall's z above DRIFT_Z; a fitted rise over the window of at least drift_growth; the fitted line
@@ -180,7 +184,6 @@ class MismatchDrift(Rule):
 
     def __init__(self, config: WatchConfig, settings: Mapping[str, Any]) -> None:
         super().__init__(config, settings)
-        self._start = _Start(config.baseline_steps)
         self._recent: deque[tuple[float, float]] = deque(maxlen=config.drift_window)
 
     def look(self, seen: Seen) -> Finding | None:
@@ -224,13 +227,9 @@ class MismatchMax(Rule):
         )
 
 
-class EntropyCollapse(Rule):
+class EntropyCollapse(_FromStart):
     name = "entropy_collapse"
     needs = ("train/entropy",)
-
-    def __init__(self, config: WatchConfig, settings: Mapping[str, Any]) -> None:
-        super().__init__(config, settings)
-        self._start = _Start(config.baseline_steps)
 
     def look(self, seen: Seen) -> Finding | None:
         value = seen.values["train/entropy"]
@@ -250,13 +249,9 @@ class EntropyCollapse(Rule):
         )
 
 
-class EntropyExplosion(Rule):
+class EntropyExplosion(_FromStart):
     name = "entropy_explosion"
     needs = ("train/entropy",)
-
-    def __init__(self, config: WatchConfig, settings: Mapping[str, Any]) -> None:
-        super().__init__(config, settings)
-        self._start = _Start(config.baseline_steps)
 
     def look(self, seen: Seen) -> Finding | None:
         value = seen.values["train/entropy"]
@@ -378,6 +373,25 @@ class Importance(Rule):
         )
 
 
+class SequenceWeight(Rule):
+    """Of TBPO, whose weight is that of a whole response and has no cap."""
+
+    name = "sequence_weight"
+    needs = ("tbpo/weight_far_share", "tbpo/weight_mean")
+
+    def look(self, seen: Seen) -> Finding | None:
+        share, mean = (seen.values[name] for name in self.needs)
+        if share <= self.config.tis_clip_share:
+            return None
+        return Finding(
+            share,
+            f"{share:.2%} of the responses at step {seen.step} have a weight more than 0.1 away from 1 (mean "
+            f"{mean:.3g}), more than {self.config.tis_clip_share:.2%}{self.lasting}: method qarl multiplies their loss "
+            "by it without a cap, so that few responses may rule the update. " + mismatch_remedy(self, seen),
+            {"share": share, "mean": mean, "limit": self.config.tis_clip_share},
+        )
+
+
 class Truncation(Rule):
     name = "truncation"
     needs = ("response/truncated_share",)
@@ -459,6 +473,7 @@ RULES: tuple[type[Rule], ...] = (
     Guidance,
     GradNorm,
     Importance,
+    SequenceWeight,
     Truncation,
     RewardZero,
     Lag,

@@ -35,7 +35,8 @@ class WatchConfig(StrictModel):
     the trend, and how far it must have risen within them. mismatch_max_limit: of a single token, nats.
     entropy_share, entropy_floor: of the start, and nats. entropy_factor: times the start. no_advantage_share,
     no_advantage_window: mean over so many steps. guided_share: least share of guided rows. grad_norm_factor: times
-    the running median. tis_clip_share: of tokens above train.tis_cap. truncated_share: of responses.
+    the running median. tis_clip_share: of tokens above train.tis_cap, of responses with a weight of TBPO's that is more
+    than 0.1 away from 1. truncated_share: of responses.
     reward_zero_steps: steps without any reward.
     command: run in a shell at every event and at the run's end, with a JSON object on standard input; command_seconds:
     how long it may take.
@@ -51,6 +52,7 @@ class WatchConfig(StrictModel):
     nonfinite: Level = "stop"
     grad_norm: Level = "warn"
     importance: Level = "warn"
+    sequence_weight: Level = "warn"
     truncation: Level = "warn"
     reward_zero: Level = "warn"
     lag: Level = "warn"

@@ -123,6 +123,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--bits", type=float, default=1.125, help="guidance bits per value")
     parser.add_argument("--routing", choices=("uniform", "router"), default="uniform")
     parser.add_argument("--no-graphs", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--pdl", action="store_true", help="attention and experts by programmatic dependent launch")
     parser.add_argument("--no-profile", action="store_true", help="no share of time by part")
     parser.add_argument("--seconds", type=float, default=540, help="no row is begun after this long")
     parser.add_argument("--out", type=Path, help="folder for rollout.json and rollout.md")
@@ -261,7 +262,7 @@ def measure(
         raise ValueError(f"--budget-gb {args.budget_gb:g} holds no sequence of {row.context} tokens")
     config = RolloutConfig(
         max_num_seqs=B, max_model_len=row.context + new, num_pages=B * per_seq, page_size=PAGE, backend="triton",
-        cuda_graphs=not args.no_graphs, max_tokens_per_step=max(B, 2048),
+        cuda_graphs=not args.no_graphs, max_tokens_per_step=max(B, 2048), steps_per_sync=1,
     )  # fmt: skip
     model.choices = None
     if args.routing == "uniform":
@@ -436,6 +437,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit status 1 if a row failed."""
     args = parse(arguments)
     shape = model_shape(args)
+    if args.pdl:
+        from tracefp4.kernels.triton_math import use_dependent_launch
+
+        use_dependent_launch(True)
     begun = time.monotonic()
     copy_bytes_per_s = copy_bandwidth(args.device)
     free_memory(args.device)

@@ -1,7 +1,10 @@
 """Evaluation of one policy on held-out problems, in several numeric forms of the same weights."""
 
-from tracefp4.evaluate.folder import EVAL, answered
-from tracefp4.evaluate.run import EvalRequest, Evaluation, evaluate
-from tracefp4.evaluate.target import Form, load_target, make_forms
+from typing import TYPE_CHECKING
 
-__all__ = ["EVAL", "EvalRequest", "Evaluation", "Form", "answered", "evaluate", "load_target", "make_forms"]
+from tracefp4.lazy import on_first_use
+
+if TYPE_CHECKING:
+    from tracefp4.evaluate.api import *  # noqa: F403
+
+__getattr__ = on_first_use(__name__)

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from tracefp4.errors import TracefpError
-from tracefp4.files import LOCK, append_text, storage_errors, sweep_files, warn, write_text_atomic
-from tracefp4.report import RunFolderError, provenance, write_json_atomic
+from tracefp4.files import append_text, jsonl, storage_errors, sweep_files, warn, whole_lines, write_text_atomic
+from tracefp4.report import provenance, write_json_atomic
+from tracefp4.report.logger import files_present
 from tracefp4.report.provenance import append_resume
 
 EVAL, TIMING = "eval.json", "timing.jsonl"
@@ -40,13 +41,7 @@ class EvalFolder:
         asked: "settings", "checkpoint" and "forms_asked" of this evaluation, which a resumed one must share; about:
         what else eval.json says. Raises TracefpError, and changes nothing, where the folder holds something else.
         """
-        present = {entry.name for entry in self.path.iterdir()} - {LOCK}
-        if present and not resume and not overwrite:
-            raise RunFolderError(
-                f"{self.path} is not empty: choose another --out, go on with --resume or replace with --overwrite"
-            )
-        if present and EVAL not in present and not all(name.startswith(f".{EVAL}.") for name in present):
-            raise RunFolderError(f"{self.path} holds no evaluation and is left alone: choose another --out")
+        present = files_present(self.path, EVAL, "evaluation", keep=resume or overwrite)
         facts = self._read() if resume and EVAL in present else None
         now = provenance()
         if facts is not None:
@@ -99,27 +94,26 @@ class EvalFolder:
         path, total = responses_file(self.path, form), len(self.problems)
         if not path.exists():
             return 0
-        lines = _whole_lines(path)
+        lines = whole_lines(path)
         kept = total if len(lines) >= total else len(lines) // self.chunk * self.chunk
         write_text_atomic(path, "".join(lines[:kept]))
         if (timing := self.path / TIMING).exists():
-            write_text_atomic(timing, "".join(_whole_lines(timing)))
+            write_text_atomic(timing, "".join(whole_lines(timing)))
         self.read(form)
         return kept
 
     def append(self, form: str, start: int, lines: Sequence[Line], seconds: float) -> None:
         """Writes the chunk that begins at problem ``start``; seconds: of its generation."""
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        append_text(responses_file(self.path, form), text)
+        append_text(responses_file(self.path, form), jsonl(lines))
         tokens = sum(s["tokens"] for line in lines for s in line["samples"])
         timing = {"form": form, "start": start, "seconds": seconds, "tokens": tokens}
-        append_text(self.path / TIMING, json.dumps(timing) + "\n")
+        append_text(self.path / TIMING, jsonl([timing]))
 
     def read(self, form: str) -> list[Line]:
         """The lines of a responses file. Raises TracefpError where one is damaged or answers another problem."""
         path = responses_file(self.path, form)
         lines: list[Line] = []
-        for number, (text, problem) in enumerate(zip(_whole_lines(path), self.problems, strict=False), 1):
+        for number, (text, problem) in enumerate(zip(whole_lines(path), self.problems, strict=False), 1):
             try:
                 line: Line = json.loads(text)
                 samples = line.pop("samples")
@@ -139,7 +133,7 @@ class EvalFolder:
     def tokens_per_second(self) -> dict[str, float]:
         """Sampled tokens over seconds of generation, by form; a chunk that was answered twice counts once."""
         chunks: dict[str, dict[int, tuple[int, float]]] = {}
-        for text in _whole_lines(self.path / TIMING):
+        for text in whole_lines(self.path / TIMING):
             line = json.loads(text)
             chunks.setdefault(line["form"], {})[line["start"]] = (line["tokens"], line["seconds"])
         totals = {form: [sum(x) for x in zip(*of_form.values(), strict=True)] for form, of_form in chunks.items()}
@@ -153,11 +147,4 @@ def responses_file(folder: Path, form: str) -> Path:
 def answered(folder: Path, forms: Sequence[str]) -> dict[str, int]:
     """Problems answered so far, by form."""
     files = {form: responses_file(folder, form) for form in forms}
-    return {form: len(_whole_lines(file)) if file.exists() else 0 for form, file in files.items()}
-
-
-def _whole_lines(path: Path) -> list[str]:
-    """Lines with their line feed; a last one without it was cut off by a kill, and may end within a character."""
-    with storage_errors(str(path)):
-        whole = path.read_bytes().split(b"\n")[:-1]  # not splitlines(): a response may hold U+2028
-    return [line.decode(errors="replace") + "\n" for line in whole]
+    return {form: len(whole_lines(file)) if file.exists() else 0 for form, file in files.items()}

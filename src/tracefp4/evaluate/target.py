@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tracefp4.config import ConfigError, did_you_mean, load_config
 from tracefp4.errors import TracefpError
-from tracefp4.loop import RunConfig
+from tracefp4.loop.config import RunConfig
 from tracefp4.methods import get_method, list_methods
 from tracefp4.recipe import QuantRecipe
 from tracefp4.report.logger import CONFIG

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tracefp4.formats.mx import Mx
-from tracefp4.formats.scales import E8M0_MODES
+from tracefp4.formats.names import E8M0_MODES
 from tracefp4.formats.spec import register
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from tracefp4.formats.mx import Mx
-from tracefp4.formats.scales import E4M3_RANGE, E8M0_MODES, ElementRange, decode_e4m3, e4m3_values, encode_e4m3
+from tracefp4.formats.names import E8M0_MODES
+from tracefp4.formats.scales import E4M3_RANGE, ElementRange, decode_e4m3, e4m3_values, encode_e4m3
 from tracefp4.formats.spec import register
 
 

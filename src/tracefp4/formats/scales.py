@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tracefp4.formats.names import E8M0_MODES
+
 E4M3_MAX = 448.0
 E4M3_NAN = 0x7F
 E4M3_MAX_BYTE = 0x7E
-E8M0_MODES = ("floor", "even", "rceil", "ceil")
 RECIPROCAL_6: float = struct.unpack("<f", struct.pack("<f", 1 / 6))[0]
 """1/6 rounded to FP32; exactly representable, so every product with it means the same on every device."""
 

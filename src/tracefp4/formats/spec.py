@@ -7,7 +7,6 @@ every tensor of codes carries its format's name.
 from __future__ import annotations
 
 import abc
-import difflib
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,18 +14,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tracefp4.errors import TracefpError
 from tracefp4.formats.e2m1 import E2M1_VALUES, decode_packed, encode_e2m1, pack_codes, unpack_codes
+from tracefp4.formats.names import ELEMENT_BITS, FormatError, element_bits
 
 FLT_MAX = torch.finfo(torch.float32).max
 DEFAULT = "default"
 """Value of `encode_scale` that means "row" for NVFP4 formats and None for MX formats."""
 
 EncodeScale = str | float | Tensor | None
-
-
-class FormatError(TracefpError, ValueError):
-    """A name, shape, dtype or encode scale that the format does not take."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +71,7 @@ class QuantizedBlocks:
     @property
     def element_bits(self) -> int:
         """Bits of a code: 4, or 8 in an MXFP8 format."""
-        return _REGISTRY[self.format].element_bits if self.format in _REGISTRY else 4
+        return ELEMENT_BITS.get(self.format, 4)
 
     def unpacked_codes(self) -> Tensor:
         """uint8 [..., K], one code per element, 0..15 in a four-bit format."""
@@ -307,8 +302,9 @@ def register(fmt: Format) -> Format:
     """Add a format to the registry.
 
     Raises:
-        FormatError: the name is taken.
+        FormatError: the name is taken, or not in `names`.
     """
+    element_bits(fmt.name)
     if fmt.name in _REGISTRY:
         raise FormatError(f"format {fmt.name!r} is registered already")
     _REGISTRY[fmt.name] = fmt
@@ -326,7 +322,5 @@ def get_format(name: str) -> Format:
     Raises:
         FormatError: unknown name; the message gives the nearest valid one.
     """
-    if name in _REGISTRY:
-        return _REGISTRY[name]
-    nearest = difflib.get_close_matches(str(name), _REGISTRY, n=1, cutoff=0.0)
-    raise FormatError(f"unknown format {name!r}; did you mean {nearest[0]!r}? Known: {', '.join(_REGISTRY)}")
+    element_bits(name)
+    return _REGISTRY[name]

@@ -169,6 +169,16 @@ class EndpointBackend:
                 return
 
 
+def check_form(form: Form, sampling: Sampling, options: Any) -> None:
+    """Raises TracefpError for what would keep ``make_backend`` from it and shows without weights or requests."""
+    if isinstance(form, EndpointForm):
+        form.key()
+        return
+    from tracefp4.gap.local import check_local
+
+    check_local(form, sampling, options.device, options.dtype)
+
+
 def make_backend(
     form: Form, inquiries: Sequence[Inquiry], sampling: Sampling, options: Any, scored: frozenset[Key]
 ) -> Backend:

@@ -36,6 +36,8 @@ KINDS = (
 RUNS_CODE = ("python", "command")
 ROW_TELLS = ("exact", "normalized", "numeric", "regex")
 """Kinds whose reference is tried as its row is read: it takes no worker."""
+FILE_TELLS = ("math", "program")
+"""Kinds whose references are tried together once the file is read: they take workers or the sandbox."""
 NEEDS_ANSWER = ("exact", "normalized", "contains", "numeric", "math")
 
 
@@ -195,6 +197,10 @@ class Marker:
         """Raises TracefpError naming the first inquiry that this check cannot use."""
         return
 
+    def refusals(self, questions: Sequence[Question]) -> list[str]:
+        """Of each inquiry why this check cannot use it, "" where it can."""
+        return [""] * len(questions)
+
     def close(self) -> None:
         return
 
@@ -219,6 +225,13 @@ class TaskMarker(Marker):
 
     def validate(self, questions: Sequence[Question]) -> None:
         self.check.validate([p for q in questions for p in self._prompts(q)])
+
+    def refusals(self, questions: Sequence[Question]) -> list[str]:
+        pairs = [(i, p) for i, q in enumerate(questions) for p in self._prompts(q)]
+        found = [""] * len(questions)
+        for (i, _), why in zip(pairs, self.check.refusals([p for _, p in pairs]), strict=True):
+            found[i] = found[i] or why
+        return found
 
     def close(self) -> None:
         self.check.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +23,7 @@ USER_ERROR, INTERNAL_ERROR = 64, 70
 """EX_USAGE and EX_SOFTWARE of sysexits.h: 0, 1 and 2 are the gate's."""
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+DEVICES = ("auto", "cpu", "cuda")
 
 
 class GapCommand(TyperCommand):
@@ -72,7 +74,7 @@ def gap(
         str | None, typer.Option(metavar="2%", help="The gate: the largest drop that is allowed.", show_default=False)
     ] = None,
     confidence: Annotated[str, typer.Option(metavar="95%", help="Of the intervals and the gate.")] = "95%",
-    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda")] = "auto",
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where forms of this machine run.")] = "auto",
     dtype: Annotated[str, typer.Option(metavar="|".join(DTYPES), help="auto: as the weights are stored.")] = "auto",
     batch_size: Annotated[int, typer.Option(metavar="N", help="Answers decoded together here.")] = 16,
     concurrency: Annotated[int, typer.Option(metavar="N", help="Requests at a time to an endpoint.")] = 8,
@@ -133,6 +135,8 @@ def _request(given: dict[str, Any]) -> GapRequest:
     if judge is not None and not isinstance(judge, EndpointForm):
         raise TracefpError("--judge must be an endpoint such as http://localhost:8000/v1?model=NAME")
     checks = () if given["check"] is None else parse_checks(given["check"])
+    train = parse_form("--train-form", given["train_form"])
+    serve = parse_form("--serve-form", given["serve_form"])
     file = read_inquiries(
         given["inquiries"],
         ReadOptions(
@@ -140,8 +144,8 @@ def _request(given: dict[str, Any]) -> GapRequest:
         ),
     )
     return GapRequest(
-        parse_form("--train-form", given["train_form"]),
-        parse_form("--serve-form", given["serve_form"]),
+        train,
+        serve,
         file,
         Sampling(*(given[name] for name in ("samples", "temperature", "top_p", "max_new_tokens", "seed", "chat"))),
         GapOptions(
@@ -175,6 +179,7 @@ def _check_numbers(given: dict[str, Any]) -> None:
         ("timeout", 0 < given["timeout"] <= 86400, "above 0 and at most 86400"),
         ("chat", given["chat"] in ("auto", "on", "off"), "auto, on or off"),
         ("dtype", given["dtype"] in DTYPES, f"one of {', '.join(DTYPES)}"),
+        ("device", given["device"] in DEVICES, f"one of {', '.join(DEVICES)}"),
     ):
         if not good:
             raise TracefpError(f"--{name.replace('_', '-')} must be {what}, got {given[name]}")
@@ -185,8 +190,11 @@ def _run(
 ) -> int:
     from tracefp4.gap.estimate import estimate, estimate_lines
     from tracefp4.gap.folder import SIDES, GapFolder
+    from tracefp4.gap.run import check_forms
     from tracefp4.gap.run import gap as run_gap
 
+    if dry_run:
+        check_forms(request)
     had = {side: GapFolder(out).answers(side) for side in SIDES} if resume and out.is_dir() else {}
     expected = estimate(request, had)
     if not (dry_run and as_json):
@@ -229,13 +237,23 @@ def summary(facts: dict[str, Any], out: Path) -> list[str]:
         lines.append(
             f"mean |log p difference| {facts['distance']['mean_abs']:.3g} over {facts['distance']['tokens']} tokens"
         )
-    if facts["inquiries"]["missing"]:
+    if missing := facts["inquiries"]["missing"]:
+        lack = "inquiry lacks" if missing == 1 else "inquiries lack"
         lines.append(
-            f"{facts['inquiries']['missing']} inquiries lack an answer or its check: --resume asks again for them"
+            f"{missing} {lack} an answer or its check{_most_frequent(facts)}; --resume asks again where that can help"
         )
     if facts["gate"]:
         lines.append(f"gate: {facts['gate']['verdict'].upper()}: {facts['gate']['reason']}")
     return [*lines, f"written: {out / REPORT} and {out / GAP}"]
+
+
+def _most_frequent(facts: dict[str, Any]) -> str:
+    """Why most of the answers or checks are missing."""
+    reasons: Counter[str] = Counter()
+    for form in facts["forms"].values():
+        reasons.update(form["failures"])
+        reasons.update(form["unchecked"])
+    return "".join(f" ({reason}, {count} time{'s' * (count > 1)})" for reason, count in reasons.most_common(1))
 
 
 def _as_user_error(error: TracefpError) -> TracefpError:

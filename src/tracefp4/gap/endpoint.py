@@ -11,12 +11,14 @@ import json
 import math
 import random
 import re
+import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from functools import lru_cache
 from typing import Any
 
 import httpx
@@ -105,7 +107,9 @@ class Endpoint:
     async def _client(self) -> AsyncIterator[httpx.AsyncClient]:
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         limits = httpx.Limits(max_connections=self.concurrency)
-        async with httpx.AsyncClient(headers=headers, limits=limits, timeout=None, follow_redirects=False) as client:
+        async with httpx.AsyncClient(
+            headers=headers, limits=limits, timeout=None, follow_redirects=False, verify=_certificates()
+        ) as client:
             yield client
 
     def _watch(self, found: dict[str, Any] | Failure) -> None:
@@ -194,6 +198,12 @@ class Endpoint:
             text = text.replace(self._key, "***")
         text = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(text.split()))
         return text if len(text) <= 300 else text[:300] + "..."
+
+
+@lru_cache(maxsize=1)
+def _certificates() -> ssl.SSLContext:
+    """httpx's own; read once: that takes longer than some requests, and clients come and go."""
+    return httpx.create_ssl_context()
 
 
 OPTIONAL = ("logprobs", "return_tokens_as_token_ids", "seed", "top_p", "max_tokens", "max_completion_tokens")

@@ -8,8 +8,8 @@
     flips.jsonl            the pairs whose outcome differs, with both answers
     report.html            the page
 
-Lines are appended and synced; a later line on the same answer replaces an earlier one, and a last line that a kill cut
-off is dropped.
+Lines are appended whole and synced together, at most half a second later; a later line on the same answer replaces an
+earlier one, and a last line that was cut off is dropped.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from tracefp4.errors import TracefpError
-from tracefp4.files import LOCK, append_text, storage_errors, sweep_files, warn, write_text_atomic
+from tracefp4.files import GroupedAppends, jsonl, storage_errors, sweep_files, warn, write_text_atomic
 from tracefp4.gap.answers import Answer, Failure, Key
 from tracefp4.gap.checks import Mark
-from tracefp4.report import RunFolderError, provenance, write_json_atomic
+from tracefp4.report import provenance, write_json_atomic
+from tracefp4.report.logger import files_present
 from tracefp4.report.provenance import append_resume
 
 GAP, MARKS, SCORES, TIMING, FLIPS, REPORT = (
@@ -41,10 +42,17 @@ Line = dict[str, Any]
 
 
 class GapFolder:
-    """The folder of one deployment check, locked by the caller."""
+    """The folder of one deployment check, locked by the caller; as a block, what was appended is synced at its end."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._appends = GroupedAppends()
+
+    def __enter__(self) -> GapFolder:
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._appends.__exit__(*raised)
 
     def open(
         self, settings: dict[str, Any], checks: str, resume: bool, overwrite: bool, recheck: bool
@@ -55,13 +63,7 @@ class GapFolder:
         on; where it differs, or with ``recheck``, answers are marked anew. Raises TracefpError, and changes nothing,
         where the folder holds something else.
         """
-        present = {entry.name for entry in self.path.iterdir()} - {LOCK}
-        if present and not resume and not overwrite:
-            raise RunFolderError(
-                f"{self.path} is not empty: choose another --out, go on with --resume or replace with --overwrite"
-            )
-        if present and GAP not in present and not all(name.startswith(f".{GAP}.") for name in present):
-            raise RunFolderError(f"{self.path} holds no deployment check and is left alone: choose another --out")
+        present = files_present(self.path, GAP, "deployment check", keep=resume or overwrite)
         facts = self._read() if resume and GAP in present else None
         settings, now = json.loads(json.dumps(settings)), provenance()
         unanswered = [] if facts is None else [side for side in SIDES if not self._answered(side)]
@@ -117,10 +119,14 @@ class GapFolder:
 
     def append(self, name: str, lines: Iterable[Line]) -> None:
         """Raises StorageError, and leaves the file as it was, where the disk refuses."""
-        append_text(self.path / name, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+        self._appends.append(self.path / name, jsonl(lines))
+
+    def sync(self) -> None:
+        """Returns once all lines are on disk."""
+        self._appends.sync()
 
     def replace(self, name: str, lines: Iterable[Line]) -> None:
-        write_text_atomic(self.path / name, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+        write_text_atomic(self.path / name, jsonl(lines))
 
     def add_answers(self, side: str, answers: Iterable[tuple[Key, Answer | Failure]]) -> None:
         lines = []

@@ -13,7 +13,6 @@ from urllib.parse import parse_qsl, urlsplit
 from tracefp4.assets import builtin_model_path
 from tracefp4.config import did_you_mean
 from tracefp4.errors import TracefpError
-from tracefp4.formats import list_formats
 
 W4A4 = "-w4a4"
 ENGINE = "engine:"
@@ -158,6 +157,8 @@ def _local(option: str, text: str) -> LocalForm:
 
 def _variant(option: str, variant: str) -> tuple[str, str | None, str | None]:
     """(kind, weights, activations) of what follows the @."""
+    from tracefp4.formats import list_formats  # imports torch, which endpoints do without
+
     if not variant:
         return "checkpoint", None, None
     kind, name = ("engine", variant.removeprefix(ENGINE)) if variant.startswith(ENGINE) else ("checkpoint", variant)

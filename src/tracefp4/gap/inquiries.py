@@ -17,10 +17,10 @@ from typing import Any
 
 from tracefp4.config import did_you_mean
 from tracefp4.errors import TracefpError
-from tracefp4.gap.checks import ROW_TELLS, RUNS_CODE, CheckSpec, Markers, Question, needs_answer
+from tracefp4.gap.checks import FILE_TELLS, ROW_TELLS, RUNS_CODE, CheckSpec, Markers, Question, needs_answer
 from tracefp4.tasks.base import Message
 from tracefp4.tasks.records import ROLES
-from tracefp4.tasks.rows import READERS
+from tracefp4.tasks.rows import READERS, plain
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 FIELDS = ("id", "prompt", "messages", "system", "answer", "check", "category")
@@ -119,6 +119,7 @@ def read_inquiries(path: str | Path, options: ReadOptions | None = None) -> Inqu
                 inquiries.append(_inquiry(row, where, reader))
             except TracefpError as error:
                 reader.broken.append(f"{where}: {error}")
+        inquiries = _usable(inquiries, reader)
     finally:
         reader.markers.close()
     if reader.broken and not options.skip_broken:
@@ -280,13 +281,28 @@ def _inquiry(row: dict[str, Any], where: str, reader: _Reader) -> Inquiry:
         answers=answers,
         checks=checks,
         category=str(category),
-        fields={str(name): _plain(value) for name, value in row.items() if name not in FIELDS},
+        fields={str(name): plain(value) for name, value in row.items() if name not in FIELDS},
         where=where,
     )
     for spec in checks:
         if spec.kind in ROW_TELLS:
             reader.markers.of(spec).validate([inquiry.question])
     return inquiry
+
+
+def _usable(inquiries: list[Inquiry], reader: _Reader) -> list[Inquiry]:
+    """Without those whose reference a check of ``FILE_TELLS`` refuses; these are broken."""
+    by_spec: dict[CheckSpec, list[int]] = {}
+    for i, inquiry in enumerate(inquiries):
+        for spec in inquiry.checks:
+            if spec.kind in FILE_TELLS:
+                by_spec.setdefault(spec, []).append(i)
+    refused: dict[int, str] = {}
+    for spec, indices in by_spec.items():
+        found = reader.markers.of(spec).refusals([inquiries[i].question for i in indices])
+        refused |= {i: why for i, why in zip(indices, found, strict=True) if why}
+    reader.broken += [f"{inquiries[i].where}: {refused[i]}" for i in sorted(refused)]
+    return [inquiry for i, inquiry in enumerate(inquiries) if i not in refused]
 
 
 def _checks(raw: Any, reader: _Reader) -> tuple[CheckSpec, ...]:
@@ -393,15 +409,6 @@ def _clean(name: str, value: Any) -> str:
     if _SURROGATE.search(value):
         raise TracefpError(f"{name} holds half of a surrogate pair, which is no character")
     return value
-
-
-def _plain(value: Any) -> Any:
-    """A JSON value; what JSON lacks (dates, bytes) as text."""
-    if isinstance(value, dict):
-        return {str(name): _plain(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
 
 
 def _distinct(inquiries: list[Inquiry]) -> tuple[list[Inquiry], list[str]]:

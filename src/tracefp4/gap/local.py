@@ -13,11 +13,22 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessor
 from transformers.utils import logging as transformers_logging
 
+from tracefp4.device import resolve_device
 from tracefp4.errors import TracefpError
 from tracefp4.gap.answers import Answer, Sampling
 from tracefp4.gap.forms import LocalForm, stored_quantization
-from tracefp4.gap.quantize import quantize_linears
+from tracefp4.gap.quantize import check_inputs, quantize_linears
+from tracefp4.nn.loading import (
+    check_vocabulary,
+    check_weights,
+    load_policy,
+    read_config,
+    read_headers,
+    read_tokenizer,
+)
 from tracefp4.recipe import QuantRecipe
+from tracefp4.rollout.config import RolloutConfig
+from tracefp4.rollout.engine import RolloutEngine
 from tracefp4.rollout.sampler import sample
 from tracefp4.tasks.base import Message
 from tracefp4.types import Request, SamplingParams
@@ -49,13 +60,24 @@ def load_runner(form: LocalForm, sampling: Sampling, device: str, dtype: str, ba
     return TransformersRunner(form, sampling, device, dtype)
 
 
-def pick_device(device: str) -> str:
-    """ "auto" to "cuda" where there is one, else "cpu". Raises TracefpError for a device that is not there."""
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise TracefpError(f"--device {device}: there is no CUDA device here; use cpu")
-    return device
+def check_local(form: LocalForm, sampling: Sampling, device: str, dtype: str) -> None:
+    """What shows without the weights: device, packages, tokenizer and template, heads of the weight files.
+
+    Raises TracefpError as ``load_runner`` would, which for the second form is hours of answers later.
+    """
+    resolve_device(device, "--device")
+    Encoder(form, sampling.chat)
+    if form.kind == "engine":
+        _engine_of(form, read_config(form.path), _engine_dtype(form, dtype), 1, 2, "meta")
+        check_weights(form.path, read_config(form.path))
+    elif form.kind != "gguf":
+        if stored_quantization(form.path) == "compressed-tensors":
+            _require("compressed-tensors", form)
+        if not any(form.path.glob("*.bin")):
+            read_headers(form.path)
+        if form.weights and form.activations:
+            with _quiet():
+                check_inputs(_config(form, {"pretrained_model_name_or_path": str(form.path)}), form.weights)
 
 
 class Encoder:
@@ -66,6 +88,8 @@ class Encoder:
         if form.kind == "gguf":
             _require("gguf", form)
             source = {"pretrained_model_name_or_path": str(form.path.parent), "gguf_file": form.path.name}
+        else:
+            check_vocabulary(form.path)
         with _quiet():
             try:
                 self.tokenizer = AutoTokenizer.from_pretrained(**source, local_files_only=True)
@@ -108,7 +132,7 @@ class TransformersRunner:
 
     def __init__(self, form: LocalForm, sampling: Sampling, device: str, dtype: str) -> None:
         self.form, self.sampling = form, sampling
-        self.device = pick_device(device)
+        self.device = resolve_device(device, "--device")
         self.encode = Encoder(form, sampling.chat)
         self.model = _load(form, self.device, dtype)
         self.stops = self.encode.stops(self.model.generation_config, self.model.config)
@@ -220,36 +244,21 @@ class EngineRunner:
     """Qwen3 and Qwen3-MoE in this package's engine, experts or MLP and KV cache in the format that the form names."""
 
     def __init__(self, form: LocalForm, sampling: Sampling, device: str, dtype: str, batch_size: int) -> None:
-        from tracefp4.nn.loading import load_policy, read_config, read_tokenizer
-        from tracefp4.rollout.engine import RolloutConfig, RolloutEngine
-
-        self.form, self.sampling, self.device = form, sampling, pick_device(device)
+        self.form, self.sampling, self.device = form, sampling, resolve_device(device, "--device")
         self.config: Any = read_config(form.path)
         read_tokenizer(form.path, self.config)
         self.encode = Encoder(form, sampling.chat)
-        compute = "bfloat16" if dtype == "auto" else dtype
-        if compute not in ("bfloat16", "float32"):
-            raise TracefpError(f"{form.text}: the engine computes in bfloat16 or float32, not in {dtype} (--dtype)")
-        self.compute, self.batch_size = compute, batch_size
-        self.recipe = QuantRecipe(
-            self.config.num_hidden_layers, weights=form.weights, activations=form.activations, kv=form.weights
-        )
-        self._make: Any = lambda length: RolloutEngine(
-            self.config,
-            self.recipe,
-            RolloutConfig(dtype=compute, max_num_seqs=batch_size, max_model_len=length),
-            device=self.device,
-        )
+        self.compute, self.batch_size = _engine_dtype(form, dtype), batch_size
         with _quiet():
-            self.weights = dict(load_policy(form.path, compute).named_parameters())
-        self.engine: Any = None
+            self.weights = dict(load_policy(form.path, self.compute).named_parameters())
+        self.engine: RolloutEngine | None = None
         self.engine_length = 0
         self.stops = self.encode.stops(self.config)
         self.about = {
             "device": self.device,
-            "dtype": compute,
+            "dtype": self.compute,
             "chat": self.encode.chat,
-            "recipe_hash": self.recipe.hash,
+            "recipe_hash": _engine_recipe(form, self.config).hash,
         }
 
     def limit(self) -> int:
@@ -260,8 +269,11 @@ class EngineRunner:
         s = self.sampling
         new = min(s.max_new_tokens, self.limit() - max(map(len, prompts)))
         needed = max(map(len, prompts)) + new
-        if needed > self.engine_length:
-            self.engine, self.engine_length = self._make(needed), needed
+        if self.engine is None or needed > self.engine_length:
+            self.engine = None  # its cache goes before the next one comes
+            self.engine = _engine_of(self.form, self.config, self.compute, self.batch_size, needed, self.device)
+            self.engine_length = needed
+            self.about["backend"] = self.engine.config.backend
             self.engine.update_weights(self.weights.items(), 0)
         requests = [
             Request(f"r{i}", tuple(p), SamplingParams(s.temperature, s.top_p, new, tuple(self.stops), seed=seed))
@@ -278,6 +290,24 @@ class EngineRunner:
             answer = finished(self.encode, self.stops, prompt, list(t.response_ids), t.logprobs.tolist(), seconds)
             answers.append(answer if unscaled else Answer(**{**answer.__dict__, "logprobs": None}))
         return answers
+
+
+def _engine_dtype(form: LocalForm, dtype: str) -> str:
+    compute = "bfloat16" if dtype == "auto" else dtype
+    if compute not in ("bfloat16", "float32"):
+        raise TracefpError(f"{form.text}: the engine computes in bfloat16 or float32, not in {dtype} (--dtype)")
+    return compute
+
+
+def _engine_recipe(form: LocalForm, config: Any) -> QuantRecipe:
+    layers = config.num_hidden_layers
+    return QuantRecipe(layers, weights=form.weights, activations=form.activations, kv=form.weights)
+
+
+def _engine_of(form: LocalForm, config: Any, dtype: str, batch_size: int, length: int, device: str) -> RolloutEngine:
+    """An engine without weights; over the kernels on a GPU where they take model and format, else in plain torch."""
+    settings = RolloutConfig(dtype=dtype, max_num_seqs=batch_size, max_model_len=length)
+    return RolloutEngine(config, _engine_recipe(form, config), settings, device=device)
 
 
 def finished(
@@ -308,8 +338,8 @@ def _load(form: LocalForm, device: str, dtype: str) -> Any:
             _require(package, form)
         source = {"pretrained_model_name_or_path": str(form.path.parent), "gguf_file": form.path.name}
     with _quiet():
+        _config(form, source)
         try:
-            AutoConfig.from_pretrained(**source, local_files_only=True)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 **source,
                 dtype="auto" if dtype == "auto" else getattr(torch, dtype),
@@ -325,6 +355,13 @@ def _load(form: LocalForm, device: str, dtype: str) -> Any:
     if compressed and model.dtype != torch.bfloat16:  # its forward would meet two dtypes
         raise TracefpError(f"{form.text}: compressed-tensors weights become bfloat16 here: add --dtype bfloat16")
     return model.to(device).eval()
+
+
+def _config(form: LocalForm, source: dict[str, Any]) -> Any:
+    try:
+        return AutoConfig.from_pretrained(**source, local_files_only=True)
+    except Exception as error:  # its validators raise whatever a wrong value meets
+        raise TracefpError(f"{form.text} cannot be loaded ({type(error).__name__}): {_one_line(error)}") from error
 
 
 def _require(package: str, form: LocalForm) -> None:

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from importlib import resources
 from typing import Any
 
 import numpy as np
-from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup
 
-from tracefp4 import __version__
 from tracefp4.gap.distance import FORCED
 from tracefp4.gap.folder import FLIPS, SERVE, SIDES, TRAIN
 from tracefp4.gap.statistics import BOOTSTRAP, PER_INQUIRY, SCORE
 from tracefp4.report.axes import linear_axis, number
+from tracefp4.report.pages import render_page
 from tracefp4.report.svg import tag
 
 SHOWN_FLIPS = 100
@@ -34,17 +32,12 @@ _METHODS = {
 
 def render(facts: dict[str, Any], flips: Sequence[dict[str, Any]]) -> str:
     """The page. facts: the content of a complete gap.json; flips: the lines of flips.jsonl."""
-    environment = Environment(
-        loader=DictLoader({"gap.html": _file("tracefp4.gap", "page_files/gap.html")}),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     forms, difference = facts["forms"], facts["difference"]
-    return environment.get_template("gap.html").render(
+    return render_page(
+        "gap.html",
+        ("tracefp4.gap", "page_files"),
+        style="gap.css",
         title="Deployment check",
-        css=Markup(_file("tracefp4.report", "page/report.css") + _file("tracefp4.gap", "page_files/gap.css")),
         asked=_plural(facts["inquiries"]["asked"], "inquiry", "inquiries"),
         train=forms[TRAIN],
         serve=forms[SERVE],
@@ -65,7 +58,6 @@ def render(facts: dict[str, Any], flips: Sequence[dict[str, Any]]) -> str:
         distance=_distance(facts["distance"]),
         missing=_missing(facts),
         how=_how(facts),
-        footer=f"Written by tracefp4 {__version__}. The answers themselves are in the files beside this page.",
     )
 
 
@@ -341,7 +333,3 @@ def _or_dash(value: float | None, form: str) -> str:
 
 def _plural(count: int, one: str, many: str) -> str:
     return f"{count:,} {one if count == 1 else many}"
-
-
-def _file(package: str, name: str) -> str:
-    return resources.files(package).joinpath(*name.split("/")).read_text(encoding="utf-8")

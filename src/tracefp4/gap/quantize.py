@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tracefp4.errors import TracefpError
@@ -22,6 +22,15 @@ class Rounded:
     weights: int = 0
     all_weights: int = 0
     skipped: list[str] = field(default_factory=list)
+
+
+def check_inputs(config: PretrainedConfig, weights: str) -> None:
+    """Raises TracefpError where a model of this config has stacked experts, which ``quantize_linears`` refuses."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] == "experts" and any(p.ndim == 3 for p in module.parameters(recurse=False)):
+            raise _stacked(name, weights)
 
 
 @torch.no_grad()
@@ -70,16 +79,20 @@ def _round_experts(name: str, module: nn.Module, weights: str, activations: str 
         if parameter.ndim != 3:
             continue
         if activations:
-            raise TracefpError(
-                f"the experts {name} are stacked, and the input of their down-projection cannot be rounded from "
-                f"outside: use @{weights} (weights alone), or @engine:{weights} for a Qwen3-MoE"
-            )
+            raise _stacked(name, weights)
         if parameter.shape[-1] % fmt.block_size:
             done.skipped.append(f"{name}.{key}")
             continue
         parameter.copy_(fmt.dequantize(quantize_expert_weights(parameter, weights), parameter.dtype))
         done.layers += 1
         done.weights += parameter.numel()
+
+
+def _stacked(name: str, weights: str) -> TracefpError:
+    return TracefpError(
+        f"the experts {name} are stacked, and the input of their down-projection cannot be rounded from outside: use "
+        f"@{weights} (weights alone), or @engine:{weights} for a Qwen3-MoE"
+    )
 
 
 class _RoundInput:

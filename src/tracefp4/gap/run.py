@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tracefp4.files import folder_lock
+from tracefp4.files import folder_lock, write_text_atomic
 from tracefp4.gap.answers import Answer, Failure, Job, Key, Sampling
-from tracefp4.gap.backends import Backend, Found, make_backend
-from tracefp4.gap.checks import Markers, mark_all
+from tracefp4.gap.backends import Backend, Found, check_form, make_backend
+from tracefp4.gap.checks import FILE_TELLS, ROW_TELLS, Markers, mark_all
 from tracefp4.gap.endpoint import Endpoint
 from tracefp4.gap.figures import figures
 from tracefp4.gap.folder import FLIPS, GAP, REPORT, SCORES, SERVE, SIDES, TIMING, TRAIN, GapFolder
@@ -23,7 +23,6 @@ from tracefp4.gap.inquiries import Inquiry, InquiryFile
 from tracefp4.gap.judge import JudgeMarker
 from tracefp4.gap.page import render
 from tracefp4.report import ensure_dir, progress, write_json_atomic
-from tracefp4.report.export import write_atomic
 from tracefp4.report.provenance import checkpoint_fingerprint
 
 MARKED_TOGETHER = 200
@@ -83,12 +82,21 @@ def gap(
     anew. Raises TracefpError for what the user can mend; answers that were had by then are kept.
     """
     out = Path(out)
+    check_forms(request)
     check = _Check(request, out)
     try:
-        with folder_lock(ensure_dir(out)):
+        with folder_lock(ensure_dir(out)), check.folder:
             return check.run(resume, overwrite, recheck)
     finally:
         check.markers.close()
+
+
+def check_forms(request: GapRequest) -> None:
+    """Raises TracefpError for what of either form, or of the judge, shows before anything is asked."""
+    for side in SIDES:
+        check_form(request.form(side), request.sampling, request.options)
+    if request.judge is not None:
+        request.judge.key()
 
 
 class _Check:
@@ -124,9 +132,9 @@ class _Check:
         facts["distance"] = facts["distance"] | {"reason": self._why_no_distance(facts["distance"])}
         flips = facts.pop("flips")
         self.folder.replace(FLIPS, flips)
+        self.folder.sync()  # gap.json must not be complete before they are
         write_json_atomic(self.out / GAP, facts)
-        page = render(facts, flips).encode("utf-8")
-        write_atomic(self.out / REPORT, lambda file: file.write(page))  # type: ignore[arg-type]
+        write_text_atomic(self.out / REPORT, render(facts, flips))
         return facts
 
     # -- before ------------------------------------------------------------------------------------------------------
@@ -138,7 +146,9 @@ class _Check:
             for spec in inquiry.checks:
                 by_spec.setdefault(spec, []).append(inquiry)
         for spec, inquiries in by_spec.items():
-            self.markers.of(spec).validate([q.question for q in inquiries])
+            marker = self.markers.of(spec)
+            if spec.kind not in (*ROW_TELLS, *FILE_TELLS):  # these were tried as the file was read
+                marker.validate([q.question for q in inquiries])
 
     def _settings(self) -> tuple[dict[str, Any], str]:
         """(what the answers depend on, a hash of what their marks depend on)."""
@@ -171,8 +181,9 @@ class _Check:
             scored.add(other)
 
     def _backend(self, side: str) -> Backend:
-        gc.collect()  # the other form's weights
         r = self.request
+        if all(isinstance(r.form(one), LocalForm) for one in SIDES):
+            gc.collect()  # the other form's weights
         backend = make_backend(r.form(side), self.inquiries, r.sampling, r.options, self.scored)
         self.about[side] = self.about.get(side, {}) | backend.about
         return backend

@@ -1,32 +1,10 @@
 """Compact guidance: recording which FP4 slot the rollout picked and rounding to it in the trainer."""
 
-from tracefp4.guidance.codec import DECODE_RULES, decode, encode, pack_rows
-from tracefp4.guidance.schema import (
-    FORMAT_VERSION,
-    SUPPORTED_BITS,
-    CompactGuidance,
-    GuidanceError,
-    GuidanceHeader,
-    PlaneLayout,
-    full_bits,
-    plane_layout,
-    row_bytes,
-    site_bits,
-)
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "DECODE_RULES",
-    "FORMAT_VERSION",
-    "SUPPORTED_BITS",
-    "CompactGuidance",
-    "GuidanceError",
-    "GuidanceHeader",
-    "PlaneLayout",
-    "decode",
-    "encode",
-    "full_bits",
-    "pack_rows",
-    "plane_layout",
-    "row_bytes",
-    "site_bits",
-]
+from tracefp4.lazy import on_first_use
+
+if TYPE_CHECKING:
+    from tracefp4.guidance.api import *  # noqa: F403
+
+__getattr__ = on_first_use(__name__)

@@ -9,10 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
-from pydantic import Field
-
-from tracefp4.config import StrictModel
 from tracefp4.errors import TracefpError
+from tracefp4.guidance.config import GuidanceStoreConfig
 from tracefp4.guidance.files import open_files
 from tracefp4.guidance.index import ShardIndex
 from tracefp4.guidance.schema import GuidanceError
@@ -31,22 +29,6 @@ from tracefp4.types import GuidanceHandle
 
 _LOOK_FOR_REMOVED_SECONDS = 30.0
 _log = logging.getLogger("tracefp4.guidance")
-
-
-class GuidanceStoreConfig(StrictModel):
-    """Where guidance lives between rollout and trainer.
-
-    url: "memory" (this process), a folder, or an fsspec URL such as s3://bucket/run. queue_mb: most MiB of finished
-    records that wait for the disk; beyond it new guidance is dropped. wait_seconds: how long a reader waits for a
-    record that is not there yet. keep_gb: most GiB of shards kept, the oldest go first; 0 keeps all. fsync: also
-    survive a power failure, not only the end of the process; without it a torn shard is found by its checksums.
-    """
-
-    url: str = Field("memory", min_length=1)
-    queue_mb: int = Field(512, ge=1)
-    wait_seconds: float = Field(0.2, ge=0)
-    keep_gb: float = Field(0.0, ge=0)
-    fsync: bool = False
 
 
 def make_store(config: GuidanceStoreConfig) -> GuidanceStore:

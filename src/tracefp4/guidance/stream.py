@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tracefp4.guidance.schema import row_bytes
+from tracefp4.guidance.schema import row_bytes, site_bits
 from tracefp4.guidance.staging import HostCopy, HostStaging
 from tracefp4.guidance.store import SiteRows, TrajectoryGuidance
 from tracefp4.kernels.quantize_record import RecordTarget
@@ -43,6 +43,7 @@ class RowLayout:
     ) -> None:
         self.recipe_hash, self.layers, self.bits, self.routed = recipe.hash, tuple(layers), bits, routed
         self.sizes: dict[str, int] = {}
+        self.widths: dict[str, float] = {}  # bits a value
         self.static_scale: dict[str, Tensor | None] = {}
         self._scale_at: dict[str, int] = {}
         self._payload_at: dict[str, int] = {}
@@ -51,7 +52,8 @@ class RowLayout:
             name = recipe.site_format(site)
             if name is None or not self.layers:
                 continue
-            self.sizes[site] = row_bytes(name, bits, width)
+            self.widths[site] = site_bits(name, bits)
+            self.sizes[site] = row_bytes(name, self.widths[site], width)
             kind = recipe.site_encode_scale(site)
             if isinstance(kind, str):
                 self._scale_at[site] = end
@@ -176,7 +178,7 @@ class StreamRecorder:
             return None
         i = self.layout.layers.index(layer)
         scale = self.layout.encode_scale(self._device_rows, site, i)
-        return RecordTarget(self.layout.payload(self._device_rows, site, i), rows, self.layout.bits, scale)
+        return RecordTarget(self.layout.payload(self._device_rows, site, i), rows, self.layout.widths[site], scale)
 
     def write_experts(self, rows: Tensor, experts_NLK: Tensor) -> None:
         """Keeps the routing of a step, int64 [N, layers, K]."""

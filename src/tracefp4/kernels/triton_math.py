@@ -15,6 +15,20 @@ FLT_MAX = tl.constexpr(3.4028234663852886e38)
 RECIPROCAL_6 = tl.constexpr(0.1666666716337204)  # 1/6 rounded to FP32
 
 
+_dependent_launch = False
+
+
+def use_dependent_launch(on: bool) -> None:
+    """Whether kernels are launched before the one ahead of them has ended (SM90 and later); off, unless measured."""
+    global _dependent_launch
+    _dependent_launch = on
+
+
+def following() -> dict[str, bool]:
+    """Constants and options of a launch that `follow` belongs to."""
+    return {"PDL": True, "launch_pdl": True} if _dependent_launch else {"PDL": False}
+
+
 @triton.jit
 def follow(PDL: tl.constexpr):
     """First in a kernel that was launched with `launch_pdl`: waits for all work before it, then lets the next begin."""
@@ -73,6 +87,18 @@ def encode_e2m1(z):
     high = ((a_bits + 0x1FFFFF + ((a_bits >> 22) & 1)) >> 22) - 252
     m = tl.where(a_bits < 0x3F800000, low, high)
     return tl.where(z == z, m | ((bits >> 28) & 8), 7)
+
+
+@triton.jit
+def round_e2m1(z):
+    """f32 -> the f32 value of `encode_e2m1`'s code, in fewer instructions; needs IEEE sums."""
+    a = tl.minimum(tl.abs(z), 6.0)  # NaN becomes 6
+    # The last significand bit of a sum with 1.5 * 2^22 times a's power of two, but at least 1, is the step there.
+    power = (tl.maximum(a, 1.0).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    magic = power * 6291456.0
+    value = ((a + magic) - magic).to(tl.int32, bitcast=True)
+    sign = z.to(tl.int32, bitcast=True) & -2147483648
+    return (value | tl.where(z == z, sign, 0)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

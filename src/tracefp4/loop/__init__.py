@@ -4,24 +4,11 @@
 whole run with its folder.
 """
 
-from tracefp4.loop.config import LoopConfig, MethodConfig, ModelConfig, RunConfig, SamplingConfig
-from tracefp4.loop.parts import Parts, derive_seed, model_path, preflight
-from tracefp4.loop.run import DivergedError, check_resumable, check_start, run_training
-from tracefp4.loop.training import TrainingRun
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "DivergedError",
-    "LoopConfig",
-    "MethodConfig",
-    "ModelConfig",
-    "Parts",
-    "RunConfig",
-    "SamplingConfig",
-    "TrainingRun",
-    "check_resumable",
-    "check_start",
-    "derive_seed",
-    "model_path",
-    "preflight",
-    "run_training",
-]
+from tracefp4.lazy import on_first_use
+
+if TYPE_CHECKING:
+    from tracefp4.loop.api import *  # noqa: F403
+
+__getattr__ = on_first_use(__name__)

@@ -9,12 +9,12 @@ from pydantic import Field, model_validator
 from tracefp4.align.watchdog import WatchConfig
 from tracefp4.config import StrictModel
 from tracefp4.device import DeviceSetting
-from tracefp4.guidance.disk import GuidanceStoreConfig
+from tracefp4.guidance.config import GuidanceStoreConfig
 from tracefp4.methods import MethodConfig, QuantConfig, get_method
-from tracefp4.rollout.engine import RolloutConfig
+from tracefp4.rollout.config import RolloutConfig
 from tracefp4.tasks import AnyTaskConfig
 from tracefp4.tasks.running_sums import RunningSumsConfig
-from tracefp4.train.trainer import TrainConfig
+from tracefp4.train.config import TrainConfig
 
 
 class ModelConfig(StrictModel):

@@ -232,7 +232,7 @@ def _drive(
         (run_dir / FINAL).unlink(missing_ok=True)
         write_json_atomic(run_dir / CONFIG, resolved(config))
     run.begin(resumed=at.trained > 0)
-    saves = Saves(run_dir, run.parts.sizes)
+    saves = Saves(run_dir, run.parts.sizes, lambda sentence: notifier.send("warning", sentence))
     write_run_json(run.parts, run_dir, at)
     try:
         if not at.trained:

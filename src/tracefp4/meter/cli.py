@@ -60,19 +60,27 @@ def live(
     rollout_logprobs: Annotated[
         str, typer.Option(metavar="processed|raw", help="The same of the rollout.")
     ] = "processed",
+    device: Annotated[
+        str | None, typer.Option(metavar="auto|cpu|cuda", help="Of both; the run's run.device, or auto, unless told.")
+    ] = None,
     layers: Annotated[bool, typer.Option("--layers/--no-layers", help="Switch layer by layer too.")] = True,
     band: Band = 1.2,
     out: Out = Path("meter"),
 ) -> None:
     """Switch one site at a time between trainer and rollout engine, and name the causes."""
     from tracefp4 import signals
+    from tracefp4.errors import TracefpError
     from tracefp4.meter.live.plan import LiveRequest, load_run
-    from tracefp4.meter.live.run import meter_live
 
+    if device is not None and device not in ("auto", "cpu", "cuda"):
+        raise TracefpError(f"--device must be auto, cpu or cuda, got {device}")
     if target is not None and "=" in target and not Path(target).exists():
         overrides, target = [target, *(overrides or [])], None
-    config = load_run(target, list(overrides or []), train, method)
+    settings = [*(overrides or []), *([] if device is None else [f"run.device={device}"])]
+    config = load_run(target, settings, train, method)
     request = LiveRequest(config, rollout, prompts, count, samples, band, layers, train_logprobs, rollout_logprobs)
+    from tracefp4.meter.live.run import meter_live  # after the request is known to be good: it imports torch
+
     with signals.stoppable():
         result = meter_live(request, lambda text: typer.echo(text, err=True))
     _finish(result.as_dict(), out)

@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field
-from importlib import resources
 from typing import Any
 
 import numpy as np
-from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup
 
-from tracefp4 import __version__
 from tracefp4.meter.findings import number, percent
 from tracefp4.report.catalog import Plot
 from tracefp4.report.figures import Curve, Figure
 from tracefp4.report.overview import Table
-from tracefp4.report.style import COLOURS
+from tracefp4.report.pages import render_page
 from tracefp4.report.svg import HEIGHT, WIDTH, figure_svg, tag
 
 PAGE = "meter.html"
@@ -65,26 +62,21 @@ def render(result: dict[str, Any]) -> str:
     """The page. Whatever comes from files and models is escaped."""
     live = result["kind"] == "live"
     verdict, metrics = result["verdict"], result["metrics"]
-    environment = Environment(
-        loader=DictLoader({PAGE: _template(PAGE)}),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     mean = metrics.get("mismatch/logprob_abs_diff_mean", float("nan"))
     told = "; ".join(verdict["reasons"]) if verdict["reasons"] else f"mean |log-prob difference| is {number(mean)}"
     names = [result[side] for side in ("train", "rollout")] if live else [i["file"] for i in result["inputs"]]
     title = f"tracefp4 meter: {' and '.join(dict.fromkeys(map(str, names)))}"
     sections = (_live_sections(result) if live else _trace_sections(result)) + [_origin(result)]
-    return environment.get_template(PAGE).render(
+    return render_page(
+        PAGE,
+        ("tracefp4.meter", "template"),
+        style="meter.css",
+        script="plots.js",
         title=title + (f", {result['method']}" if live else ""),
         passed=verdict["passed"],
         verdict=f"{told}. Passes up to {number(verdict['ceiling'])}: {verdict['ceiling_from']}.",
-        css=Markup(_report_file("report.css") + _colours() + _template("meter.css")),
-        js=Markup(_report_file("report.js")),
+        links=[(section.key, section.title) for section in sections],
         sections=sections,
-        footer=f"Written by tracefp4 {__version__}.",
     )
 
 
@@ -104,6 +96,7 @@ def _live_sections(r: dict[str, Any]) -> list[Section]:
     if r["layers"]:
         sections.append(_layers(r))
     sections += [_codes(r)] if r["code_mismatch"] else []
+    sections += [_experts(r)] if r["experts"] else []
     return [*sections, _metrics(r), _live_outliers(r), *_notices(r)]
 
 
@@ -181,6 +174,18 @@ def _codes(r: dict[str, Any]) -> Section:
         )
     headings = ["site", "slots before", "slots after", "scales", "distance before", "distance after"]
     return Section("codes", "Slots that differ", tables=[Table(caption, headings, rows)])
+
+
+def _experts(r: dict[str, Any]) -> Section:
+    rows = [
+        [f"layer {e['layer']}, expert {e['expert']}", percent(e["share"]), number(e["inside"]), number(e["outside"])]
+        for e in r["experts"]
+    ]
+    caption = (
+        "Tokens by the experts that the row which predicts them was sent to: mean |log-prob difference| of those an "
+        "expert had a part in, and of the others; the most distant first."
+    )
+    return Section("experts", "Experts", tables=[Table(caption, ["expert", "tokens", "with it", "without it"], rows)])
 
 
 def _live_outliers(r: dict[str, Any]) -> Section:
@@ -348,18 +353,3 @@ def _bar(share: float) -> Markup:
     shape = tag("rect", x=f"{x:.1f}", y=1, width=f"{length:.1f}", height=8, class_="more" if share >= 0 else "less")
     line = tag("path", d="M50 0V10")
     return tag("svg", shape, line, class_="bar", viewBox="0 0 100 10", preserveAspectRatio="none", aria_hidden="true")
-
-
-def _colours() -> str:
-    light, dark = (
-        "".join(f".c{i} {{ stroke: {pair[theme]}; }}\n" for i, pair in enumerate(COLOURS)) for theme in (0, 1)
-    )
-    return f"\n{light}@media screen and (prefers-color-scheme: dark) {{\n{dark}}}\n"
-
-
-def _template(name: str) -> str:
-    return resources.files("tracefp4.meter").joinpath("template", name).read_text(encoding="utf-8")
-
-
-def _report_file(name: str) -> str:
-    return resources.files("tracefp4.report").joinpath("page", name).read_text(encoding="utf-8")

@@ -10,9 +10,8 @@ from pydantic import Field, field_validator
 
 from tracefp4.config import StrictModel, did_you_mean
 from tracefp4.errors import TracefpError
-from tracefp4.formats import get_format
-from tracefp4.nn import TrainerForward
-from tracefp4.recipe import Compensation, QuantRecipe, resolve_guided_layers
+from tracefp4.formats.names import element_bits
+from tracefp4.recipe import Compensation, QuantRecipe, TrainerForward, resolve_guided_layers
 
 
 class QuantConfig(StrictModel):
@@ -33,13 +32,13 @@ class QuantConfig(StrictModel):
     @classmethod
     def _known_format(cls, name: str) -> str:
         if name != "none":
-            get_format(name)  # raises by name
+            element_bits(name)  # raises by name
         return name
 
     @field_validator("kv")
     @classmethod
     def _four_bits(cls, name: str) -> str:
-        if name != "none" and get_format(name).element_bits != 4:
+        if name != "none" and element_bits(name) != 4:
             raise ValueError(f"the KV cache holds four-bit formats, not {name}: set quant.kv to one, or to none")
         return name
 
@@ -98,7 +97,7 @@ class Guidance:
             )
         if mx != {True}:
             return self.bits
-        wide = max(get_format(name).element_bits for name in formats)
+        wide = max(element_bits(name) for name in formats)
         return wide + 0.25 if self.bits > 4 else _MX_BITS[self.bits]
 
 

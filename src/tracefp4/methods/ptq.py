@@ -1,7 +1,7 @@
 """BF16 training, quantized afterwards: what FP4 costs a policy that never met it. Evaluated in FP4."""
 
 from tracefp4.methods.base import Method, register
-from tracefp4.nn import TrainerForward
+from tracefp4.recipe import TrainerForward
 
 
 def _ptq(name: str, description: str, formats: dict[str, str], calibrated: bool = False) -> Method:

@@ -1,7 +1,7 @@
 """QaRL (arXiv 2604.07853): the trainer's forward in the rollout's low precision, under a loss on whole responses."""
 
 from tracefp4.methods.base import Method, register
-from tracefp4.nn import TrainerForward
+from tracefp4.recipe import TrainerForward
 
 QARL = register(
     Method(

@@ -1,7 +1,7 @@
 """Vanilla quantization-aware training: the trainer rounds the same places, each value to nearest."""
 
 from tracefp4.methods.base import Method, register
-from tracefp4.nn import TrainerForward
+from tracefp4.recipe import TrainerForward
 
 QAT = register(
     Method(

@@ -1,8 +1,7 @@
 """QUADS (arXiv 2607.15810): a W4A16 trainer, and a rollout that gives back part of its activations' rounding error."""
 
 from tracefp4.methods.base import Method, register
-from tracefp4.nn import TrainerForward
-from tracefp4.recipe import Compensation
+from tracefp4.recipe import Compensation, TrainerForward
 
 QUADS = register(
     Method(

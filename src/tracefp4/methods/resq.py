@@ -1,8 +1,7 @@
 """Rollout-ResQ (arXiv 2607.26515): a sparse quantized residual in the rollout, under an all-FP4 trainer."""
 
 from tracefp4.methods.base import Method, register
-from tracefp4.nn import TrainerForward
-from tracefp4.recipe import Compensation
+from tracefp4.recipe import Compensation, TrainerForward
 
 RESQ = register(
     Method(

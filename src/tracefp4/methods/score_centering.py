@@ -1,7 +1,7 @@
 """Score Centering (arXiv 2609.20807): vanilla QAT under a truncated importance ratio without its bias."""
 
 from tracefp4.methods.base import Method, register
-from tracefp4.nn import TrainerForward
+from tracefp4.recipe import TrainerForward
 
 SCORE_CENTERING = register(
     Method(

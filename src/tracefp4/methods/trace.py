@@ -1,7 +1,7 @@
 """TRACE (arXiv 2610.07767): as QAT, and recorded rows are rounded to the slots the rollout picked."""
 
 from tracefp4.methods.base import Guidance, Method, register
-from tracefp4.nn import TrainerForward
+from tracefp4.recipe import TrainerForward
 
 _GUIDED = TrainerForward(weights=True, activations=True, kv=True, guided=True)
 

@@ -1,7 +1,7 @@
 """TRIAGE (arXiv 2610.07043): vanilla QAT whose loss gates and repairs segments that the trainer finds unlikely."""
 
 from tracefp4.methods.base import Method, register
-from tracefp4.nn import TrainerForward
+from tracefp4.recipe import TrainerForward
 
 TRIAGE = register(
     Method(

@@ -1,7 +1,7 @@
 """Weight-only quantization: activations stay in the compute dtype on both sides."""
 
 from tracefp4.methods.base import Method, register
-from tracefp4.nn import TrainerForward
+from tracefp4.recipe import TrainerForward
 
 _FORMATS = {"activations": "none"}
 

@@ -16,24 +16,7 @@ from torch import Tensor
 from tracefp4.guidance import CompactGuidance, GuidanceError, decode, encode, full_bits
 from tracefp4.nn.observe import SiteObserver
 from tracefp4.nn.rounding import AUTO, fake_quantize, guided_round
-from tracefp4.recipe import QuantRecipe
-
-
-@dataclass(frozen=True)
-class TrainerForward:
-    """How much of the recipe the trainer's forward mirrors.
-
-    weights, activations, kv: fake-quantize that part as the rollout quantizes it. guided: round recorded rows to the
-    rollout's slots; else to nearest. replay: send tokens to the experts the rollout chose (R3). clipped: no gradient to
-    activations, K and V beyond what their block's scale represents; else the gradient of the identity everywhere.
-    """
-
-    weights: bool = False
-    activations: bool = False
-    kv: bool = False
-    guided: bool = False
-    replay: bool = True
-    clipped: bool = False
+from tracefp4.recipe import QuantRecipe, TrainerForward
 
 
 @dataclass

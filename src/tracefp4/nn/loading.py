@@ -25,6 +25,7 @@ from tracefp4.nn.prepare import SUPPORTED_MODEL_TYPES
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ACCEPTED_DTYPES = ("BF16", "F32")
 MAX_LAYERS = 4096
+VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.(?:gate|up|down)_proj\.weight")
 
@@ -87,11 +88,22 @@ def read_config(directory: Path) -> PreTrainedConfig:
     return config
 
 
+def check_vocabulary(directory: Path) -> None:
+    """Raises TracefpError where no file holds a vocabulary: transformers may make an empty tokenizer then."""
+    if not any(True for pattern in VOCABULARIES for _ in directory.glob(pattern)):
+        raise TracefpError(
+            f"{directory} has no tokenizer (neither {VOCABULARIES[0]} nor another file with a vocabulary): copy the "
+            "tokenizer files of the model into it"
+        )
+
+
 def read_tokenizer(path: Path, hf_config: Any) -> Any:
     """The tokenizer of a checkpoint directory.
 
-    Raises TracefpError where it cannot be read, lacks a pad or end token, or is larger than the model's vocabulary.
+    Raises TracefpError where it is missing, cannot be read, lacks a pad or end token, or is larger than the model's
+    vocabulary.
     """
+    check_vocabulary(path)
     disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import math
-import os
-import tempfile
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
+from tracefp4.files import write_atomic
 from tracefp4.report.figures import Figure, FigureSection
 from tracefp4.report.logger import ensure_dir
 from tracefp4.report.runs import Group, ReportError
@@ -21,32 +20,22 @@ from tracefp4.report.svg import figure_axes
 CSV_COLUMNS = ("run", "method", "seed", "step", "metric", "value")
 
 
-def check_target(path: Path) -> None:
-    """Raises ReportError where ``path`` is there and no file that could be replaced."""
+def check_target(path: Path, kinds: tuple[str, ...] = ()) -> None:
+    """Raises ReportError where ``path`` is there and no file that could be replaced. kinds: endings of names that may
+    be; a recipe or metrics named by mistake stays."""
+    if kinds and path.is_file() and path.suffix.lower() not in kinds:
+        raise ReportError(f"{path} is there and no {kinds[0]} file: it is left alone, choose another name")
     if path.is_dir():
         raise ReportError(f"{path} is a folder: give the name of a file to write")
     if path.exists() and not path.is_file():  # a rename would put the page in the place of a device or a pipe
         raise ReportError(f"{path} is no regular file: give the name of a file to write")
 
 
-def write_atomic(path: Path, write: Callable[[IO[bytes]], None]) -> None:
+def write_export(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """A reader sees the old file or the whole new one. Makes missing folders. Raises TracefpError if it cannot."""
     check_target(path)
     ensure_dir(path.parent)
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)  # mkstemp makes it private
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise ReportError(f"{path} cannot be written ({error.strerror})") from None
+    write_atomic(path, write)
 
 
 def write_csv(path: Path, groups: Sequence[Group]) -> None:
@@ -71,7 +60,7 @@ def write_csv(path: Path, groups: Sequence[Group]) -> None:
         text.flush()
         text.detach()  # the file is its owner's to close
 
-    write_atomic(path, write)
+    write_export(path, write)
 
 
 def write_pngs(folder: Path, sections: Sequence[FigureSection], groups: Sequence[Group]) -> list[Path]:
@@ -81,7 +70,7 @@ def write_pngs(folder: Path, sections: Sequence[FigureSection], groups: Sequence
     for figure in (figure for section in sections for figure in section.figures):
         path = folder / f"{figure.plot.key}.png"
         picture = _draw(figure, groups)
-        write_atomic(path, lambda file, content=picture: file.write(content))  # type: ignore[misc]
+        write_export(path, lambda file, content=picture: file.write(content))  # type: ignore[misc]
         written.append(path)
     return written
 

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from importlib import resources
 from pathlib import Path
-from typing import IO
 
-from jinja2 import DictLoader, Environment, StrictUndefined
-from markupsafe import Markup
-
-from tracefp4 import __version__
-from tracefp4.report.export import check_target, write_atomic, write_csv, write_pngs
+from tracefp4.report.export import check_target, write_csv, write_export, write_pngs
 from tracefp4.report.figures import FigureSection, build_sections
 from tracefp4.report.findings import CHECKS, findings
 from tracefp4.report.logger import ensure_dir
 from tracefp4.report.overview import config_diff, origin_table, results_table
+from tracefp4.report.pages import render_page
 from tracefp4.report.runs import Group, group_runs, load_runs
-from tracefp4.report.style import COLOURS
 from tracefp4.report.svg import figure_svg, swatch
 
 REPORT = "report.html"
@@ -41,17 +35,14 @@ def report(
     page = render(groups, sections).encode("utf-8")
     target = Path(out) if out is not None else Path(paths[0] if len(paths) == 1 else ".") / REPORT
 
-    check_target(target)  # all of them before the page is written: all targets or none
+    check_target(target, (".html", ".htm"))  # all of them before the page is written: all targets or none
     if csv is not None:
-        check_target(Path(csv))
+        check_target(Path(csv), (".csv",))
         ensure_dir(Path(csv).parent)
     if png is not None:
         ensure_dir(Path(png))
 
-    def write(file: IO[bytes]) -> None:
-        file.write(page)
-
-    write_atomic(target, write)
+    write_export(target, lambda file: file.write(page))
     written = [target]
     if png is not None:
         written += write_pngs(Path(png), sections, groups)
@@ -64,24 +55,23 @@ def report(
 def render(groups: Sequence[Group], sections: Sequence[FigureSection]) -> str:
     """The page. Whatever comes from the runs is escaped."""
     runs = [run for group in groups for run in group.runs]
-    environment = Environment(
-        loader=DictLoader({REPORT: _page("report.html")}),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template(REPORT).render(
+    settings = config_diff(runs)
+    links = [("look", "What to look at"), ("runs", "Runs"), *([("settings", "Settings")] if settings.rows else [])]
+    links += [*((section.key, section.title) for section in sections), ("origin", "Where the numbers come from")]
+    notices = [notice for run in runs for notice in run.notices] + [n for g in groups for n in _short_seeds(g)]
+    return render_page(
+        "report.html",
+        ("tracefp4.report", "page"),
+        script="plots.js",
         title=f"tracefp4 report: {', '.join(dict.fromkeys(group.label for group in groups))}",
         summary=_summary(groups),
-        css=Markup(styles()),
-        js=Markup(_page("report.js")),
+        links=links,
         findings=findings(groups),
         checks=CHECKS,
-        notices=[notice for run in runs for notice in run.notices] + [n for g in groups for n in _short_seeds(g)],
+        notices=[f"{notice}." for notice in notices],
         results=results_table(runs),
         origin=origin_table(runs),
-        settings=config_diff(runs),
+        settings=settings,
         legend=[{"index": g.index, "label": _legend(g), "swatch": swatch(g.index)} for g in groups],
         sections=[
             {
@@ -103,7 +93,7 @@ def render(groups: Sequence[Group], sections: Sequence[FigureSection]) -> str:
             }
             for section in sections
         ],
-        footer=f"Written by tracefp4 {__version__} from {len(runs)} run folder{'' if len(runs) == 1 else 's'}.",
+        count=f"{len(runs)} run folder{'' if len(runs) == 1 else 's'}",
     )
 
 
@@ -124,23 +114,3 @@ def _short_seeds(group: Group) -> Iterator[str]:
 def _legend(group: Group) -> str:
     seeds = [str(run.seed) for run in group.runs if run.seed is not None]
     return f"{group.label}, seed{'' if len(seeds) == 1 else 's'} {', '.join(seeds)}" if seeds else group.label
-
-
-def styles() -> str:
-    """The style sheet of the page and its figures."""
-    return _page("report.css") + _colour_rules()
-
-
-def _colour_rules() -> str:
-    """.c0 to .c7, light and dark."""
-    rules = ["", ""]
-    for index, pair in enumerate(COLOURS):
-        for theme, colour in enumerate(pair):
-            rules[theme] += (
-                f".c{index} {{ stroke: {colour}; }} path.band.c{index} {{ fill: {colour}; stroke: none; }}\n"
-            )
-    return f"{rules[0]}@media screen and (prefers-color-scheme: dark) {{\n{rules[1]}}}\n"
-
-
-def _page(name: str) -> str:
-    return resources.files("tracefp4.report").joinpath("page", name).read_text(encoding="utf-8")

@@ -66,6 +66,21 @@ def create_run_dir(path: str | Path, *, overwrite: bool = False) -> Path:
     return path
 
 
+def files_present(path: Path, facts: str, what: str, *, keep: bool) -> set[str]:
+    """Names in the folder of an evaluation or a check, which holds the file ``facts``; the lock is not counted.
+
+    keep: with --resume or --overwrite. Raises RunFolderError where there is something and it may not be touched.
+    """
+    present = {entry.name for entry in path.iterdir()} - {LOCK}
+    if present and not keep:
+        raise RunFolderError(
+            f"{path} is not empty: choose another --out, go on with --resume or replace with --overwrite"
+        )
+    if present and facts not in present and not all(name.startswith(f".{facts}.") for name in present):
+        raise RunFolderError(f"{path} holds no {what} and is left alone: choose another --out")
+    return present
+
+
 def ensure_dir(path: str | Path) -> Path:
     """Makes a folder, parents included, unless it is there; RunFolderError if files cannot be made in it."""
     path = Path(path)

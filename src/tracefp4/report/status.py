@@ -32,7 +32,8 @@ class Status:
     state: "running" (a process holds the folder), "done", "stopped by watch.NAME", or "not running" (it ended before
     its last step, by a signal or an error: --resume goes on). step_seconds: median of the recent steps. left_seconds:
     by that median. idle_seconds: since a figure was last logged. reward, diff, guided: means of the recent steps; None
-    where the run logs no such figure. warnings: events so far; last_warning: "step N, NAME: MESSAGE" of the newest.
+    where the run logs no such figure. warnings: events so far; last_warning: "step N, NAME: MESSAGE" of the newest,
+    and how many saves have failed.
     """
 
     run: str
@@ -86,7 +87,8 @@ def status(folder: Path, name: str) -> Status:
         left = seconds * max(0, planned - steps)
     start, end, _ = run.pass_rates() if run is not None else (None, None, None)
     events = _events(folder)
-    newest = events[-1] if events else None
+    said = [printable("step {step}, {name}: {message}".format_map(events[-1]))] if events else []
+    said += _failed_saves(folder, series) if state != "done" else []
     return Status(
         run=name,
         method=run.method if run is not None else _setting(folder, "method", "name"),
@@ -103,7 +105,7 @@ def status(folder: Path, name: str) -> Status:
         pass_rate_start=start,
         pass_rate_end=end,
         warnings=len(events),
-        last_warning=None if newest is None else printable("step {step}, {name}: {message}".format_map(newest)),
+        last_warning="; ".join(said) or None,
     )
 
 
@@ -166,6 +168,17 @@ def _recent(values: Any, of: Any) -> float | None:
 def _mean(series: dict[str, Any], name: str) -> float | None:
     found = series.get(name)
     return None if found is None else _recent(found.values, statistics.fmean)
+
+
+def _failed_saves(folder: Path, series: dict[str, Any]) -> list[str]:
+    """How many saves of the last process have failed, and how far --resume would go back."""
+    found = series.get("timing/failed_saves")
+    count = 0 if found is None or not len(found.values) else int(found.values[-1])
+    if not count:
+        return []
+    steps = sorted(int(path.name[5:]) for path in folder.glob("states/step-*") if path.name[5:].isdigit())
+    last = f"its newest state is of step {steps[-1]}" if steps else "it has no state"
+    return [f"{count} save{'s' * (count > 1)} failed, {last}: is the disk full?"]
 
 
 def _idle(folder: Path) -> float | None:

@@ -1,6 +1,6 @@
 """A figure as inline SVG: styled by the page's CSS, so that it follows dark mode, text size and print.
 
-One unit is one CSS pixel on a 340 px wide phone; the page scales the picture up, not its text (`report.css`).
+One unit is one CSS pixel on a 340 px wide phone; the page scales the picture up, not its text (`page/base.css`).
 """
 
 from __future__ import annotations

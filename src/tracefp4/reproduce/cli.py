@@ -137,10 +137,12 @@ def search(
 
 @app.command()
 def status(folder: Folder) -> None:
-    """What a folder holds: steps, seconds a step, what is left."""
-    from tracefp4.reproduce.runner import expected_seconds, step_seconds, steps_done
+    """What a folder holds: its warm start, steps, seconds a step, what is left."""
+    from tracefp4.reproduce.runner import expected_seconds, start_state, step_seconds, steps_done
 
     plan = _stored(folder)
+    for start, rung in plan.starts.items():
+        print(f"warm start {start.name}: {start_state(start, rung)}")
     width = max(len(spec.name) for spec in plan.specs)
     left = 0.0
     for spec in plan.specs:

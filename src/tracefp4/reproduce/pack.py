@@ -116,7 +116,7 @@ def _always(plan: Plan) -> Iterator[tuple[Path, str]]:
 
 def _figures(spec: Spec, out: Path) -> Iterator[tuple[Path, str]]:
     files = [spec.run_dir / name for name in _RUN_FILES] if spec.trains else []
-    for path in (*files, spec.failure, spec.eval_dir / SCORES, spec.folder / f"seed{spec.seed}.log"):
+    for path in (*files, spec.failure, spec.origin, spec.eval_dir / SCORES, spec.folder / f"seed{spec.seed}.log"):
         if path.is_file():
             yield path, f"out/{path.relative_to(out)}"
 

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from importlib import resources
 from typing import Any
 
-from jinja2 import DictLoader, Environment, StrictUndefined
-from markupsafe import Markup
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from tracefp4.files import write_text_atomic
+from tracefp4.methods import get_method, list_methods
 from tracefp4.report import write_json_atomic
 from tracefp4.report.catalog import SECTIONS
 from tracefp4.report.export import write_pngs
 from tracefp4.report.figures import Figure, FigureSection, build_figure
-from tracefp4.report.html import report, styles
+from tracefp4.report.html import report
 from tracefp4.report.logger import METRICS
+from tracefp4.report.pages import render_page
 from tracefp4.report.runs import Group, load_run
 from tracefp4.report.svg import figure_svg, swatch
 from tracefp4.report.table import provenance_lines
 from tracefp4.reproduce.experiments import CONTROL
 from tracefp4.reproduce.plan import Plan
 from tracefp4.reproduce.results import FORMS, FP4, OWN
+from tracefp4.reproduce.runner import start_state
 from tracefp4.reproduce.stats import COLLAPSED, HOLD, SMOOTH_STEPS
 
 RESULTS, MARKDOWN, PAGE, REPORT, FIGURES = "results.json", "results.md", "results.html", "report.html", "figures"
@@ -156,8 +156,35 @@ def _time(seconds: Sequence[float]) -> str:
     return f"{sum(known) / len(known) / 60:.1f} min" if known else _NONE
 
 
-def _grids(table: dict[str, Any]) -> Iterator[tuple[list[str], list[list[str]]]]:
-    yield table_rows(table)
+def about(plan: Plan) -> list[str]:
+    """What was trained from which start, a line a rung: a reader's first question."""
+    lines = []
+    for start, rung in plan.starts.items():
+        m, s, t = rung.start.model, rung.sampling, rung.train
+        lines.append(
+            f"Policy: {m.num_layers} layers of width {m.hidden_size}, {m.num_experts} experts, "
+            f"{m.num_experts_per_token} a token; task: {rung.task.name}; warm start {start.name}: "
+            f"{start_state(start, rung)}. RL: {s.prompts_per_step} prompts x {s.samples_per_prompt} responses of at "
+            f"most {s.max_new_tokens} tokens a step, {t.updates_per_rollout} updates, learning rate {t.lr:g}."
+        )
+    return lines
+
+
+def glossary(plan: Plan) -> list[tuple[str, str]]:
+    """(row, what it is), of all tables, each once."""
+    known = {method.name: method.description for method in list_methods()}
+    found: dict[str, str] = {}
+    for arm in (arm for table in plan.experiment.tables for arm in table.arms):
+        text = known.get(arm.mode) or get_method(arm.mode).description
+        if arm.policy_of:
+            text = f"the policy that {arm.policy_of} trained, evaluated in other formats"
+        found[arm.name] = text + (
+            f"; {', '.join(arm.settings or arm.evaluated)}" if arm.settings or arm.evaluated else ""
+        )
+    return list(found.items())
+
+
+def _pairs(table: dict[str, Any]) -> Iterator[tuple[list[str], list[list[str]]]]:
     for form in FORMS:
         headings, rows = difference_rows(table, form)
         if len(rows) > 1:
@@ -169,25 +196,20 @@ def _grids(table: dict[str, Any]) -> Iterator[tuple[list[str], list[list[str]]]]
 
 def markdown(plan: Plan, facts: dict[str, Any], results: dict[str, Any]) -> str:
     """results.md."""
-    parts = [f"# {plan.experiment.name}: {plan.experiment.summary}"]
+    parts = [f"# {plan.experiment.name}: {plan.experiment.summary}", "\n".join(f"- {line}" for line in about(plan))]
     for key, table in results["tables"].items():
         parts += [f"## {key}: {table['title']}", verdict(table)]
-        for headings, rows in _grids(table):
+        for headings, rows in (table_rows(table), *_pairs(table)):
             lines = [headings, ["---"] + ["---:"] * (len(headings) - 1), *rows]
             parts.append("\n".join("| " + " | ".join(c.replace("|", "\\|") for c in line) + " |" for line in lines))
+        parts += [table["note"]] if table["note"] else []
+    parts.append("Rows:\n\n" + "\n".join(f"- {name}: {text}" for name, text in glossary(plan)))
     parts += [caption(results), "\n".join(f"- {line}" for line in _origin(facts, results))]
     return "\n\n".join(parts) + "\n"
 
 
 def html(plan: Plan, facts: dict[str, Any], results: dict[str, Any]) -> str:
     """results.html: the tables, and the plots of reward, distance, entropy and length, a curve a mode."""
-    environment = Environment(
-        loader=DictLoader({PAGE: resources.files("tracefp4.reproduce").joinpath("page.html").read_text("utf-8")}),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     tables = []
     for key, table in results["tables"].items():
         groups = _groups(plan, key)
@@ -196,7 +218,10 @@ def html(plan: Plan, facts: dict[str, Any], results: dict[str, Any]) -> str:
                 "key": key,
                 "title": table["title"],
                 "verdict": verdict(table),
-                "grids": [{"headings": headings, "rows": rows} for headings, rows in _grids(table)],
+                "note": table["note"],
+                "alarm": table["control"]["stable"] is False,
+                "grid": _grid(table_rows(table)),
+                "pairs": list(map(_grid, _pairs(table))),
                 "legend": [{"label": group.label, "swatch": swatch(group.index)} for group in groups],
                 "figures": [
                     {"title": f.plot.title, "unit": f.plot.unit, "notes": f.notes, "svg": figure_svg(f)}
@@ -204,13 +229,23 @@ def html(plan: Plan, facts: dict[str, Any], results: dict[str, Any]) -> str:
                 ],
             }
         )
-    return environment.get_template(PAGE).render(
+    return render_page(
+        "page.html",
+        ("tracefp4.reproduce", ""),
+        "page.css",
         title=f"{plan.experiment.name}: {plan.experiment.summary}",
-        css=Markup(styles()),
+        about=about(plan),
         tables=tables,
-        caption=caption(results),
+        glossary=glossary(plan),
+        caption=caption(results).replace("+-", "\u00b1"),
+        seeds=len(plan.seeds),
         origin=_origin(facts, results),
     )
+
+
+def _grid(table: tuple[list[str], list[list[str]]]) -> dict[str, Any]:
+    headings, rows = table
+    return {"headings": headings, "rows": [[cell.replace("+-", "\u00b1") for cell in row] for row in rows]}
 
 
 def rich_tables(results: dict[str, Any]) -> Iterator[RichTable | str]:
@@ -224,6 +259,8 @@ def rich_tables(results: dict[str, Any]) -> Iterator[RichTable | str]:
             shown.add_row(*map(Text, row))
         yield shown
         yield verdict(table)
+        if table["note"]:
+            yield table["note"]
     yield caption(results)
 
 
@@ -253,6 +290,8 @@ def _origin(facts: dict[str, Any], results: dict[str, Any]) -> list[str]:
         minutes = sum(call["seconds"] for call in calls) / 60
         jobs = ", ".join(map(str, sorted({call["jobs"] for call in calls})))
         lines.append(f"{facts['device']} time of {len(calls)} invocations together: {minutes:.1f} min; at once: {jobs}")
+    if taken := results["taken_over"]:
+        lines.append("runs taken over: " + "; ".join(f"{name} from {run}" for name, run in taken.items()))
     commits = {resume.get("commit") for resume in facts.get("resumes", [])} - {facts.get("commit")}
     if commits:
         lines.append(f"resumed at other commits: {', '.join(sorted(map(str, commits)))}")

@@ -54,7 +54,8 @@ class Request:
 @dataclass(frozen=True)
 class Spec:
     """One run. form: that in which its rollouts ran, a name for ``--forms``; forms: all that are evaluated; evaluation:
-    (problems, responses to each), None where the policy is not evaluated; start: the folder of its warm start."""
+    (problems, responses to each), None where the policy is not evaluated; start: the folder of its warm start; config:
+    what its config.json will hold, in the form of ``canonical``."""
 
     out: Path
     table: Table
@@ -66,6 +67,7 @@ class Spec:
     forms: tuple[str, ...]
     evaluation: tuple[int, int] | None
     start: Path
+    config: str = ""
 
     @property
     def name(self) -> str:
@@ -94,6 +96,11 @@ class Spec:
     def failure(self) -> Path:
         """Says why the training of its policy ended early for good: it diverged, or a watchdog stopped it."""
         return self.policy_dir.with_name(f"seed{self.seed}.failed.json")
+
+    @property
+    def origin(self) -> Path:
+        """Says from which other run this one was taken over."""
+        return self.folder / f"seed{self.seed}.origin.json"
 
     @property
     def trains(self) -> bool:
@@ -129,7 +136,7 @@ class Spec:
         problems, samples = self.evaluation
         sizes = ["--problems", str(problems), "--samples", str(samples), "--forms", ",".join(self.forms)]
         evaluate = ["eval", str(self.policy_dir), *self.arm.evaluated, "--out", str(self.eval_dir), *sizes, "--resume"]
-        both = [*train, "--resume", "+", *evaluate] if self.trains else [*evaluate, "--end-with-stdin"]
+        both = [*train, "--resume", "+", *evaluate] if self.needs_start else [*evaluate, "--end-with-stdin"]
         return [python, "-m", "tracefp4", "chain", "--", *both]
 
 
@@ -177,13 +184,14 @@ def make_plan(request: Request, out: Path, to_run: bool = True) -> Plan:
         recipe = rung.recipe(str(start))
         for arm in table.arms:
             settings = (*table.settings, *arm.settings, f"run.steps={steps}", *on_device)
-            form, forms = _forms(rung, recipe, table, arm, settings)
+            config = make_config(recipe, table, arm, settings)
+            form, forms = _forms(config, rung.start.model.num_layers, arm)
             sizes = (rung.evaluation.problems, rung.evaluation.samples)
-            specs[table.key, arm.name] = [table, arm, settings, form, forms, sizes, start]
+            specs[table.key, arm.name] = [table, arm, settings, form, forms, sizes, start, config]
     ordered = tuple(
-        Spec(out, table, arm, seed, steps, settings, form, forms, sizes, start)
+        Spec(out, table, arm, seed, steps, settings, form, forms, sizes, start, canonical(config, seed))
         for seed in seeds
-        for table, arm, settings, form, forms, sizes, start in specs.values()
+        for table, arm, settings, form, forms, sizes, start, config in specs.values()
     )
     return Plan(out, experiment, request, tuple(seeds), steps, device, ordered, starts)
 
@@ -217,19 +225,30 @@ def _key(override: str) -> str:
     return override.partition("=")[0].strip()
 
 
-def _forms(
-    rung: RungConfig, recipe: dict[str, Any], table: Table, arm: Arm, settings: Sequence[str]
-) -> tuple[str, tuple[str, ...]]:
-    """(the form of the arm's rollouts, all forms to evaluate): BF16, FP4, and the rollout's own where it is neither."""
+def make_config(recipe: dict[str, Any], table: Table, arm: Arm, settings: Sequence[str]) -> RunConfig:
+    """Of an arm's run with seed 0; of one that evaluates another's policy, of its evaluation."""
     overrides = [*settings, *arm.evaluated, f"method.name={arm.mode}", f"{SEED_KEY}=0"]
     try:
-        config = with_overrides(copy.deepcopy(recipe), overrides, RunConfig, "the recipe")
+        return with_overrides(copy.deepcopy(recipe), overrides, RunConfig, "the recipe")
     except ConfigError as error:
         raise ConfigError(f"{table.key}, {arm.name}: {error}") from None
+
+
+def canonical(config: RunConfig | dict[str, Any], seed: int | None = None) -> str:
+    """What two runs must agree in to be the same: all of a resolved recipe but the folder of the warm start. seed: in
+    place of the recipe's."""
+    facts = config if isinstance(config, dict) else resolved(config)
+    model = {**facts["model"], "path": Path(facts["model"]["path"]).name}
+    run = facts["run"] if seed is None else {**facts["run"], "seed": seed}
+    return json.dumps({**facts, "model": model, "run": run}, sort_keys=True)
+
+
+def _forms(config: RunConfig, layers: int, arm: Arm) -> tuple[str, tuple[str, ...]]:
+    """(the form of the arm's rollouts, all forms to evaluate): BF16, FP4, and the rollout's own where it is neither."""
     own = FP4 if arm.policy_of and arm.mode == CONTROL else arm.mode
     numbers = {}
     for name in dict.fromkeys((CONTROL, FP4, own)):
-        form = make_forms([name], config, rung.start.model.num_layers)[0]
+        form = make_forms([name], config, layers)[0]
         numbers[name] = (form.recipe.hash, form.dtype, getattr(form, "calibrated", False))
     known = next(name for name in numbers if numbers[name] == numbers[own])
     return known, tuple(dict.fromkeys((CONTROL, FP4, known)))

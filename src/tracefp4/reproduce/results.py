@@ -32,8 +32,8 @@ FORMS = (OWN, FP4, CONTROL)
 
 
 def gather(plan: Plan) -> dict[str, Any]:
-    """All figures: {"tables": {key: table}, "complete", "runs", "device_seconds"}; of runs that are not done what there
-    is so far."""
+    """All figures: {"tables": {key: table}, "steps", "seeds", "complete", "invocations", "taken_over"}; of runs that
+    are not done what there is so far."""
     tables = {table.key: table_figures(plan, table.key) for table in plan.experiment.tables}
     return {
         "tables": tables,
@@ -41,11 +41,12 @@ def gather(plan: Plan) -> dict[str, Any]:
         "seeds": list(plan.seeds),
         "complete": plan.complete,
         "invocations": _invocations(plan.out / INVOCATIONS),
+        "taken_over": {s.name: json.loads(s.origin.read_bytes())["run"] for s in plan.specs if s.origin.is_file()},
     }
 
 
 def table_figures(plan: Plan, key: str) -> dict[str, Any]:
-    """{"title", "control", "arms": {name: figures}, "differences": {form: {name: {other: interval}}}}."""
+    """{"title", "note", "control", "arms": {name: figures}, "differences": {form: {name: {other: interval}}}}."""
     table = next(t for t in plan.experiment.tables if t.key == key)
     specs = plan.of_table(key)
     arms = {arm.name: [spec for spec in specs if spec.arm is arm] for arm in table.arms}
@@ -58,6 +59,7 @@ def table_figures(plan: Plan, key: str) -> dict[str, Any]:
     rewards = {name: {s.seed: found for s in of_arm if (found := _rewards(s))} for name, of_arm in arms.items()}
     return {
         "title": table.title,
+        "note": table.note,
         "control": control(runs.get(CONTROL)),
         "arms": figures,
         "runs": {name: {str(seed): run for seed, run in of_arm.items()} for name, of_arm in runs.items()},

@@ -22,14 +22,17 @@ from tracefp4.report import ensure_dir, write_json_atomic
 from tracefp4.report.logger import METRICS, TIMING
 from tracefp4.report.provenance import usable_cores
 from tracefp4.reproduce.plan import Plan, Spec, scores_of, write_scores
+from tracefp4.reproduce.reuse import adopt
 from tracefp4.reproduce.rung import RungConfig
 
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 45.0
 """A step of a large rung, with a GPU that is shared, ends before a run writes its state."""
 EARLY_STEPS = 3
-INVOCATIONS = "invocations.jsonl"
+INVOCATIONS, INVOCATION_NOW = "invocations.jsonl", "invocation.json"
+TICK_SECONDS = 5.0
 STARTED = "warmstart.json"
+WARMSTART = [sys.executable, "-m", "tracefp4.train.warmstart"]
 Say = Callable[[str], None]
 
 _DIVERGED = re.compile(r"error: (the run diverged in step (\d+): .*)")
@@ -71,19 +74,67 @@ def run_plan(plan: Plan, limits: Limits, say: Say) -> Outcome:
         CompareError: a run refused its settings, as all others would.
         signals.Stopped: after a signal has ended all processes, their states saved.
     """
-    started, outcome = time.monotonic(), Outcome()
+    outcome, clock = Outcome(), _Clock(plan, limits.jobs)
     try:
         with signals.stoppable():
-            _run_all(plan, limits, outcome, say)
+            _run_all(plan, limits, outcome, say, clock)
     finally:
-        facts = {"seconds": time.monotonic() - started, "jobs": limits.jobs, "device": plan.device}
-        append_text(plan.out / INVOCATIONS, json.dumps(facts) + "\n")
+        clock.end()
     return outcome
+
+
+class _Clock:
+    """Device time of an invocation, told even of one that is killed: by the next, up to its last few seconds."""
+
+    def __init__(self, plan: Plan, jobs: int) -> None:
+        self._log, self._now = plan.out / INVOCATIONS, plan.out / INVOCATION_NOW
+        self._facts = {"jobs": jobs, "device": plan.device}
+        if self._now.exists():
+            self._close()
+        self._started = self._told = time.monotonic()
+
+    def tick(self) -> None:
+        if time.monotonic() - self._told >= TICK_SECONDS:
+            self._tell()
+
+    def end(self) -> None:
+        self._tell()
+        self._close()
+
+    def _tell(self) -> None:
+        self._told = time.monotonic()
+        write_json_atomic(self._now, {"seconds": self._told - self._started, **self._facts})
+
+    def _close(self) -> None:
+        append_text(self._log, json.dumps(json.loads(self._now.read_bytes())) + "\n")
+        self._now.unlink()
 
 
 def start_made(path: Path) -> bool:
     """Whether a warm start is complete."""
     return (path / STARTED).is_file()
+
+
+_PROGRESS = re.compile(r"^step +(\d+) .*held-out pass rate ([.\d]+)", re.MULTILINE)
+
+
+def start_state(path: Path, rung: RungConfig) -> str:
+    """Where a warm start stands: its last score and the band that it is to end in."""
+    stop = rung.start.stop
+    band = f"band {stop.pass_rate_low:g} to {stop.pass_rate_high:g}"
+    if start_made(path):
+        facts = json.loads((path / STARTED).read_bytes())
+        rate = facts["pass_rate"]
+        made = f"pass rate {rate['value']:.3f} (n = {rate['n']}) after {facts['steps']} steps, {facts['seconds']:.0f} s"
+        return f"made, {made}, {band}"
+    try:
+        found = _PROGRESS.findall(path.with_name(f"{path.name}.log").read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        found = []
+    if not found:
+        return f"not made yet, {band}"
+    step, rate = found[-1]
+    return f"step {step} of at most {rung.start.optimizer.max_steps}, pass rate {rate}, {band}"
 
 
 @dataclass
@@ -107,7 +158,7 @@ class _Queue:
         return bool(self.starts or self.specs)
 
 
-def _run_all(plan: Plan, limits: Limits, outcome: Outcome, say: Say) -> None:
+def _run_all(plan: Plan, limits: Limits, outcome: Outcome, say: Say, clock: _Clock) -> None:
     specs = [spec for spec in plan.specs if not spec.done]
     needed = dict.fromkeys(spec.start for spec in specs if spec.needs_start and not start_made(spec.start))
     queue = _Queue(list(needed), specs)
@@ -120,11 +171,15 @@ def _run_all(plan: Plan, limits: Limits, outcome: Outcome, say: Say) -> None:
                 running.append(_starting(path, plan.starts[path], plan.device, say))
             while len(running) < limits.jobs and (spec := _next(queue.specs, running, plan, limits, outcome)):
                 queue.specs.remove(spec)
-                running.append(_started(spec, environment, say))
+                if (twin := adopt(spec)) is not None:
+                    say(f"{spec.name}: the same run as {twin.relative_to(plan.out.parent)}, taken over")
+                if not spec.done:
+                    running.append(_started(spec, environment, say))
             if limits.left <= 0 or not running:
                 outcome.in_time = outcome.in_time and not (running or queue)
                 return
             time.sleep(POLL_SECONDS)
+            clock.tick()
             for job in list(running):
                 if (code := job.child.poll()) is None:
                     _tell_early(job, say)
@@ -148,7 +203,7 @@ def _starting(path: Path, rung: RungConfig, device: str, say: Say) -> _Job:
     ensure_dir(path.parent)
     recipe = path.with_name(f"{path.name}.json")
     write_json_atomic(recipe, resolved(rung.warmstart(device)))
-    command = [sys.executable, "-m", "tracefp4.train.warmstart", str(recipe), str(path), "--resume"]
+    command = [*WARMSTART, str(recipe), str(path), "--resume"]
     child = Child(path.name, command, path.parent, (), append=True, log_name=f"{path.name}.log")
     say(f"{path.name}: making the warm start, see {child.log_path}")
     child.start(child_environment(rung.start.threads))
@@ -172,8 +227,12 @@ def _next(
     """The next run whose policy, where it takes another's, is there; None where none may start now."""
     if limits.left <= 0:
         return None
+    starting = {job.start for job in running if job.spec is None}
+    busy = {job.spec.config for job in running if job.spec is not None and job.spec.trains}
     for spec in waiting:
-        if spec.needs_start and not start_made(spec.start):
+        if spec.needs_start and spec.config in busy and not spec.run_dir.exists():
+            continue  # the same run is under way, and will be taken over
+        if spec.needs_start and (spec.start in starting or not start_made(spec.start)):
             continue
         if not spec.trains and not spec.trained:
             source = next((s for s in plan.specs if s.run_dir == spec.policy_dir), None)

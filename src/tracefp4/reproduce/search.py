@@ -17,14 +17,23 @@ from typing import Any
 
 import numpy as np
 
-from tracefp4.config import ConfigError, with_overrides
-from tracefp4.loop import RunConfig
+from tracefp4.config import ConfigError
 from tracefp4.methods import list_methods
 from tracefp4.report import ensure_dir, provenance, write_json_atomic
 from tracefp4.report.logger import METRICS
 from tracefp4.report.runs import Run, load_run
 from tracefp4.reproduce.experiments import CONTROL, Arm, Experiment, Table
-from tracefp4.reproduce.plan import RECIPES, Plan, Request, Spec, check_overrides, device_settings, warm_start
+from tracefp4.reproduce.plan import (
+    RECIPES,
+    Plan,
+    Request,
+    Spec,
+    canonical,
+    check_overrides,
+    device_settings,
+    make_config,
+    warm_start,
+)
 from tracefp4.reproduce.runner import STARTED, step_time, timings
 from tracefp4.reproduce.stats import Floats, collapse_step, stability
 
@@ -116,8 +125,11 @@ def make_search(
         tables.append(table)
         for arm in arms:
             of_run = (f"run.steps={steps}", *on_device)
-            with_overrides(rung.recipe(str(start)), [*of_run, f"method.name={arm.mode}"], RunConfig, "the recipe")
-            specs += [Spec(out, table, arm, seed, steps, of_run, arm.mode, (), None, start) for seed in seeds]
+            config = make_config(rung.recipe(str(start)), table, arm, of_run)
+            specs += [
+                Spec(out, table, arm, seed, steps, of_run, arm.mode, (), None, start, canonical(config, seed))
+                for seed in seeds
+            ]
     summary = "which settings keep a control stable"
     experiment = Experiment("search", summary, tuple(tables), steps, tuple(seeds))
     specs.sort(key=lambda spec: spec.seed)

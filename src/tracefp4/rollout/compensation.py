@@ -30,13 +30,16 @@ class ResidualCompensation:
     def of(recipe: QuantRecipe) -> ResidualCompensation | None:
         return None if recipe.compensation is None else ResidualCompensation(recipe, recipe.compensation)
 
-    def residual(self, x_NI: Tensor, blocks: QuantizedBlocks) -> QuantizedBlocks:
+    def residual(self, x_NI: Tensor, blocks: QuantizedBlocks, real_N: Tensor | None = None) -> QuantizedBlocks:
         """The second product's operand in the packed form that a kernel reads: Q(R_C) or S(Q(R)).
 
-        x: what ``blocks`` was quantized from, every row real: rows that are padding would take part in the norms.
+        x: what ``blocks`` was quantized from. real: bool [N], False for padding, which has no part in the norms; None
+        where all rows are real.
         """
         c, fmt = self.compensation, self.format
         r_NI = x_NI.float() - fmt.dequantize(blocks)
+        if real_N is not None:
+            r_NI = torch.where(real_N[:, None], r_NI, 0.0)
         if c.rule == "quads":
             kept = self._quantize(torch.where(select(r_NI, c), r_NI, 0.0))
         else:
@@ -47,14 +50,19 @@ class ResidualCompensation:
         return kept
 
     def operand(
-        self, x_NI: Tensor, blocks: QuantizedBlocks, operand_NI: Tensor, epilogue_N1: Tensor | None
+        self,
+        x_NI: Tensor,
+        blocks: QuantizedBlocks,
+        operand_NI: Tensor,
+        epilogue_N1: Tensor | None,
+        real_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """(FP32 operand, epilogue) whose one product is the sum of the two: Q(X) + Q(R_C), in units of Q(X)'s 1/S.
 
         With power-of-two encode scales each summand is exact; the sum is rounded once to FP32, far below the rounding
         of the product's own accumulation.
         """
-        second_NI, second_epilogue = self.format.operands(self.residual(x_NI, blocks), dtype=torch.float32)
+        second_NI, second_epilogue = self.format.operands(self.residual(x_NI, blocks, real_N), dtype=torch.float32)
         if epilogue_N1 is None or second_epilogue is None:
             return operand_NI + second_NI, epilogue_N1
         return operand_NI + second_NI * (second_epilogue / epilogue_N1), epilogue_N1
@@ -65,7 +73,7 @@ class ResidualCompensation:
         if self._sums is None:
             return {}
         residual, kept, left = self._sums.tolist()
-        self._sums = None
+        self._sums.zero_()
         if not residual:
             return {}
         return {"compensation/kept_share": kept / residual, "compensation/error_left": left / residual}
@@ -74,11 +82,13 @@ class ResidualCompensation:
         return self.format.quantize(r_NI, encode_scale=self.encode_scale)
 
     def _count(self, r_NI: Tensor, second_NI: Tensor) -> None:
-        """Adds on the device: nothing is read back before ``metrics``."""
+        """Adds on the device, into memory that a captured graph can add to: nothing is read back before ``metrics``."""
         energy = r_NI.square().sum()
         kept = torch.where(second_NI != 0, r_NI, 0.0).square().sum()
         sums = torch.stack([energy, kept, (r_NI - second_NI).square().sum()]).double()
-        self._sums = sums if self._sums is None else self._sums + sums
+        if self._sums is None:
+            self._sums = torch.zeros_like(sums)
+        self._sums += sums
 
 
 def select(r_NI: Tensor, compensation: Compensation) -> Tensor:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from pydantic import Field
 
 from tracefp4.config import StrictModel
 from tracefp4.errors import TracefpError
 from tracefp4.files import warn
-from tracefp4.kernels.grouped_experts.packed import TILE
-from tracefp4.kernels.quantize_record import TRITON_FORMATS
 from tracefp4.recipe import QuantRecipe
-from tracefp4.rollout.model import ModelShape
+
+if TYPE_CHECKING:
+    from tracefp4.rollout.model import ModelShape
+
+SMALL_MODEL = 2e9
+BURST = 8
 
 
 class RolloutConfig(StrictModel):
@@ -28,7 +31,9 @@ class RolloutConfig(StrictModel):
     products and Triton for the rest; "auto": triton on a CUDA device where the kernels take model and recipe, else
     torch. cuda_graphs: a decode step is captured once per batch size and replayed (CUDA only). memory_gb: gigabytes
     (10^9 bytes) for weights, cache, recording and workspace together; what is left after the others becomes cache
-    pages. 0: num_pages decides.
+    pages. 0: num_pages decides. steps_per_sync: decode steps between two looks of the host at what was drawn; rows that
+    end in between compute to no purpose until then. 0: 8 for a small model (under 2 GB of BF16 weights) over the
+    kernels on a GPU, where the host would be the slower one, else 1.
     """
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -40,6 +45,7 @@ class RolloutConfig(StrictModel):
     backend: Literal["auto", "torch", "triton", "native"] = "auto"
     cuda_graphs: bool = True
     memory_gb: float = Field(0.0, ge=0)
+    steps_per_sync: int = Field(0, ge=0, le=64)
 
 
 def resolve(config: RolloutConfig, device: str, shape: ModelShape, recipe: QuantRecipe) -> RolloutConfig:
@@ -49,9 +55,10 @@ def resolve(config: RolloutConfig, device: str, shape: ModelShape, recipe: Quant
     """
     backend = config.backend
     obstacle = "" if backend == "torch" else _obstacle(shape, recipe, config)
+    cuda = device.partition(":")[0] == "cuda"
     if backend == "auto":
-        backend = "triton" if torch.device(device).type == "cuda" and not obstacle else "torch"
-        if obstacle and torch.device(device).type == "cuda":
+        backend = "triton" if cuda and not obstacle else "torch"
+        if obstacle and cuda:
             warn(f"the rollout runs in plain torch, since the kernels do not take {obstacle}")
     elif obstacle:
         raise TracefpError(f'rollout.backend "{backend}" does not run {obstacle}: set rollout.backend="torch"')
@@ -61,26 +68,47 @@ def resolve(config: RolloutConfig, device: str, shape: ModelShape, recipe: Quant
     if backend != "torch" and page_size % 16:
         raise TracefpError(f'rollout.page_size {page_size} is no multiple of 16, which backend "{backend}" needs')
     graphs = config.cuda_graphs and backend == "triton"  # native products ask the host for the rows of each expert
-    return config.model_copy(update={"backend": backend, "page_size": page_size, "cuda_graphs": graphs})
+    steps = config.steps_per_sync or (BURST if cuda and backend == "triton" and _is_small(shape) else 1)
+    settings = {"backend": backend, "page_size": page_size, "cuda_graphs": graphs, "steps_per_sync": steps}
+    return config.model_copy(update=settings)
+
+
+def _is_small(shape: ModelShape) -> bool:
+    from tracefp4.rollout.weights import weight_sizes
+
+    return 2 * sum(math.prod(size) for _, size in weight_sizes(shape)) < SMALL_MODEL
 
 
 def _obstacle(shape: ModelShape, recipe: QuantRecipe, config: RolloutConfig) -> str:
     """What of a model or recipe the kernels do not take, naming the setting; "" where they take all of it."""
+    from tracefp4.formats import get_format
+    from tracefp4.kernels.grouped_experts.packed import TILE
+    from tracefp4.kernels.quantize_record import TRITON_FORMATS
+    from tracefp4.rollout.emulated import EMULATED_EXPERTS, emulates_experts
+
     r, why = recipe, ""
-    if recipe.compensation is not None:
-        why = "residual compensation (method quads or resq)"
+    emulated = emulates_experts(recipe)
+    what = (
+        "residual compensation (method quads or resq)" if recipe.compensation else f"expert products in {_formats(r)}"
+    )
+    if emulated and config.backend == "native":
+        why = what
+    elif emulated and shape.experts > EMULATED_EXPERTS:
+        why = f"{what} of more than {EMULATED_EXPERTS} experts"
     elif config.dtype != "bfloat16":
         why = f'rollout.dtype "{config.dtype}", the kernels compute in bfloat16'
     elif shape.head_dim not in (64, 128, 256):
         why = f"the checkpoint's head_dim {shape.head_dim}, the kernels take 64, 128 or 256"
     elif r.activations is not None and r.weights is None:
         why = f'quant.activations "{r.activations}" with quant.weights "none"'
-    elif r.guided_layers and r.bits < 1:
-        why = f"records of scales alone (method.bits {r.bits:g})"
-    elif unknown := [n for n in (r.weights, r.activations, r.kv) if n not in (None, *TRITON_FORMATS)]:
-        why = f'format "{unknown[0]}", the kernels know {" and ".join(TRITON_FORMATS)}'
-    elif r.weights is not None:
+    elif r.kv not in (None, *TRITON_FORMATS) and get_format(r.kv).scale_kind != "e8m0":
+        why = f'quant.kv "{r.kv}", the kernels keep a cache in {" or ".join(TRITON_FORMATS)} or an MX format'
+    elif r.weights is not None and not emulated:
         for field, width in (("hidden_size", shape.hidden), (shape.expert_width_field, shape.expert_width)):
             if width % TILE:
                 why = f"the checkpoint's {field} {width}, the kernels take multiples of {TILE} in FP4"
     return why
+
+
+def _formats(recipe: QuantRecipe) -> str:
+    return " and ".join(dict.fromkeys(name for name in (recipe.weights, recipe.activations) if name))

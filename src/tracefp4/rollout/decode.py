@@ -10,6 +10,9 @@ away. Without CUDA graphs, and on the CPU, the very same step runs eagerly.
 The host waits for a small copy of tokens, log-probs and one flag per row. Then, where no row has come to its end, it
 launches the next step at once and keeps its books while the device works (``ahead``). Should the next batch be another
 one after all, such a step is dropped: its rows run again, write the same slots and draw the same tokens.
+
+Where a step takes the device less time than the host's books, several are launched in a row (a burst): what a row draws
+behind its stop token is dropped.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ class DecodeRunner:
     """Runs one token of up to ``max_num_seqs`` sequences over static buffers.
 
     max_pages: columns of a block table. recorder: what the steps record to, if anything. graphs: capture and replay.
+    burst: most steps of a run.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class DecodeRunner:
         max_pages: int,
         recorder: StreamRecorder | None,
         graphs: bool,
+        burst: int = 1,
     ) -> None:
         self.model, self.pool, self.graphs = model, pool, graphs
         self.buckets = buckets(max_num_seqs)
@@ -66,7 +71,8 @@ class DecodeRunner:
         self.settings = SamplingTensors.of([PADDING] * M).to(device)
         self.out = torch.zeros(3, M, dtype=torch.float64, device=device)  # token, log-prob, whether it is finite
         self._index = torch.arange(M, device=device)
-        self._host_out = torch.zeros(3, M, dtype=torch.float64, pin_memory=pinned)
+        self.burst, self._launched = burst, 0
+        self._host_out = torch.zeros(burst, 3, M, dtype=torch.float64, pin_memory=pinned)
         self._host_state = torch.zeros(2, M, dtype=torch.int64, pin_memory=pinned)
         self._host_settings = SamplingTensors.of([PADDING] * M)
         if pinned:
@@ -158,8 +164,9 @@ class DecodeRunner:
 
     # -- the batch -----------------------------------------------------------------------------------------------
 
-    def run(self, batch: Sequence[Seq], before_wait: Callable[[], None] | None = None) -> list[tuple[int, float]]:
-        """Forwards each sequence's last token and samples the next: (token, log-prob), in the order of the batch.
+    def run(self, batch: Sequence[Seq], before_wait: Callable[[], None] | None = None) -> list[list[tuple[int, float]]]:
+        """Forwards each sequence's last token, samples the next, and so on: [(token, log-prob), ...] of each sequence,
+        up to its stop token, in the order of the batch.
 
         before_wait: called while the device works. Raises FloatingPointError where logits are not finite; the same
         batch can be run again then.
@@ -175,53 +182,61 @@ class DecodeRunner:
                 same = False
             self._size = size
             self._send(rows, same)
-            self._launch()
-        self._send_tables(rows)  # of the step after this one
+            self._launch(max(1, self._possible()))
+        self._send_tables(rows)  # of the steps after these
         if before_wait is not None:
             before_wait()
         if self._event is not None:
             self._event.synchronize()
         self._flying = False
-        n = len(rows)
-        out = self._host_out[:, :n].clone()
-        if not bool(out[2].all()):
+        n, steps = len(rows), self._launched
+        out = self._host_out[:steps, :, :n].clone()
+        ids = out[:, 0].long()
+        stops = torch.isin(ids, self._stops)
+        live = stops.cumsum(0) - stops.long() == 0  # the stop token itself counts
+        if not bool((out[:, 2].bool() | ~live).all()):
             self._reset()
             raise NOT_FINITE
-        ids = out[0].long()
-        self._lengths += 1
-        self._room -= 1
-        self._host_state[0, :n], self._host_state[1, :n] = ids, self._lengths - 1
-        if self.ahead and self._goes_on(ids):
-            self._launch()
+        self._lengths += steps
+        self._room -= steps
+        self._host_state[0, :n], self._host_state[1, :n] = ids[-1], self._lengths - 1
+        if self.ahead and not bool(stops.any()) and (more := self._possible()):
+            self._launch(more)
             self._flying = True
-        drawn = list(zip(ids.tolist(), out[1].tolist(), strict=True))
+        self._lengths[stops[:-1].any(0)] = -1  # the device went on behind a stop: such a row is no known one
+        counts = live.sum(0).tolist()
+        drawn = [
+            list(zip(row[:count], values, strict=False))
+            for row, values, count in zip(ids.T.tolist(), out[:, 1].T.tolist(), counts, strict=True)
+        ]
         return [drawn[self._row_of[id(s)]] for s in batch]
 
     def drop(self) -> None:
         """Forgets a step that was launched ahead: weights are about to change."""
         self._reset()
 
-    def _launch(self) -> None:
-        """One step of the rows that the buffers hold, and the copy of what it draws."""
-        if self._recorder is not None or self._size[2]:
-            at, page = self._lengths - 1, self.pool.page_size
-            tables = self._host_tables[: len(at)]
-            slots = tables.gather(1, (at // page)[:, None])[:, 0].long() * page + at % page
-            if self._recorder is not None:
-                self.first_record.fill_(self._recorder.begin(slots))
-            if self._size[2]:
-                assert self.probe is not None
-                self.first_probe.fill_(self.probe.begin(slots[self._host_places[: len(slots)] >= 0]))
-        with torch.no_grad():
-            (self._replay if self.graphs else self._eager)(*self._size)
-        self._host_out.copy_(self.out, non_blocking=True)  # whole: a part would be no plain copy, and wait
-        self._event = torch.cuda.current_stream().record_event() if self._pinned else None
+    def _possible(self) -> int:
+        """Steps that may be launched now: no row may pass its last token, or the slots that its pages hold."""
+        room = torch.minimum(self._room, self._slots - self._lengths + 1)
+        return max(0, min(self.burst, int(room.min())))
 
-    def _goes_on(self, ids: Tensor) -> bool:
-        """Whether no row ends with its token, int64 [n], and each has a slot for it."""
-        return bool(
-            (self._room > 0).all() and (self._lengths <= self._slots).all() and not torch.isin(ids, self._stops).any()
-        )
+    def _launch(self, steps: int) -> None:
+        """Steps of the rows that the buffers hold, and the copies of what they draw."""
+        page, tables = self.pool.page_size, self._host_tables[: len(self._lengths)]
+        for step in range(steps):
+            if self._recorder is not None or self._size[2]:
+                at = self._lengths - 1 + step
+                slots = tables.gather(1, (at // page)[:, None])[:, 0].long() * page + at % page
+                if self._recorder is not None:
+                    self.first_record.fill_(self._recorder.begin(slots))
+                if self._size[2]:
+                    assert self.probe is not None
+                    self.first_probe.fill_(self.probe.begin(slots[self._host_places[: len(slots)] >= 0]))
+            with torch.no_grad():
+                (self._replay if self.graphs else self._eager)(*self._size)
+            self._host_out[step].copy_(self.out, non_blocking=True)  # whole: a part would be no plain copy, and wait
+        self._launched = steps
+        self._event = torch.cuda.current_stream().record_event() if self._pinned else None
 
     def _unchanged(self, rows: list[Seq]) -> bool:
         """Whether these are the rows that the device has, at the lengths it has them."""

@@ -239,14 +239,16 @@ class RolloutEngine:
         ended, self._ended = self._ended, []
         return ended
 
-    def _run(self, batch: list[Scheduled]) -> list[tuple[int, float]]:
-        """Forwards and records the batch; (token, log-prob) of every sequence whose rows are complete."""
+    def _run(self, batch: list[Scheduled]) -> list[list[tuple[int, float]]]:
+        """Forwards and records the batch; [(token, log-prob), ...] of every sequence whose rows are complete."""
         if self.kernels is not None:
-            for s in batch:  # the slot of the token to come, so that the next step can be launched at once
+            # Slots of the tokens to come: of these steps and of the next, so that they can be launched at once.
+            more = 2 * self.kernels.runner.burst - 1
+            for s in batch:
                 seq = s.seq
-                if len(seq.tokens) >= len(seq.block_table) * self.blocks.page_size:
+                if len(seq.tokens) + more > len(seq.block_table) * self.blocks.page_size:
                     last = seq.num_prompt + seq.request.sampling.max_new_tokens
-                    self.blocks.reserve(seq, min(len(seq.tokens) + 1, last))
+                    self.blocks.reserve(seq, min(len(seq.tokens) + more, last))
             return self.kernels.run(batch)
         step = self._prepare(batch)
         logits, captured = self.model.forward(step, self.pool)
@@ -257,7 +259,7 @@ class RolloutEngine:
         positions = torch.tensor([len(s.tokens) for s in seqs], device=logits.device)
         ids, logprobs = sample(logits, [s.request.sampling for s in seqs], positions)
         keep_heads(seqs, logits)
-        return list(zip(ids.tolist(), logprobs.tolist(), strict=True))
+        return [[pair] for pair in zip(ids.tolist(), logprobs.tolist(), strict=True)]
 
     def generate(
         self,
@@ -335,8 +337,8 @@ class RolloutEngine:
         if captured.experts is not None:
             self._experts.index_copy_(0, step.slots, captured.experts)
 
-    def _sample(self, batch: list[Scheduled], drawn: list[tuple[int, float]], on_turn: OnTurn | None) -> None:
-        """Hands every sequence its token, and ends those whose response is over."""
+    def _sample(self, batch: list[Scheduled], drawn: list[list[tuple[int, float]]], on_turn: OnTurn | None) -> None:
+        """Hands every sequence its tokens, and ends those whose response is over."""
         seqs = [s.seq for s in batch if s.samples]
         # Settled only now: where sampling raises, the same rows simply run again.
         version = self._version
@@ -346,8 +348,12 @@ class RolloutEngine:
                 s.seq.row_versions.append(version)
             else:
                 s.seq.row_versions.extend([version] * (s.stop - s.start))
-        for seq, (token, logprob) in zip(seqs, drawn, strict=True):
-            seq.append(token, logprob, version)
+        for seq, pairs in zip(seqs, drawn, strict=True):
+            for token, logprob in pairs:
+                seq.append(token, logprob, version)
+            if len(pairs) > 1:  # each but the last was forwarded, too
+                seq.num_computed += len(pairs) - 1
+                seq.row_versions.extend([version] * (len(pairs) - 1))
             if on_turn is not None and seq.finish_reason == "stop":
                 self._ask(seq, on_turn)
         for seq in seqs:

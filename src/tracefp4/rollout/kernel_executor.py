@@ -29,7 +29,7 @@ def row_layout(shape: ModelShape, recipe: QuantRecipe, probe: bool = False) -> R
     widths = {"expert_input": shape.hidden, "key": kv_width, "value": kv_width}
     if probe:
         full = {full_bits(name) for name in (recipe.activations, recipe.kv) if name}
-        return RowLayout(recipe, range(shape.layers), full.pop(), widths) if len(full) == 1 else None
+        return RowLayout(recipe, range(shape.layers), max(full), widths) if full else None
     layout = RowLayout(
         recipe, recipe.guided_layers, recipe.bits, widths, (shape.routed_layers, shape.experts_per_token)
     )
@@ -59,6 +59,7 @@ class KernelExecutor:
             -(-config.max_model_len // config.page_size),
             self.recorder,
             graphs=config.cuda_graphs and torch.device(self.device).type == "cuda",
+            burst=config.steps_per_sync or 1,
         )
 
     def _make_recorder(self, layout: RowLayout) -> StreamRecorder:
@@ -69,8 +70,9 @@ class KernelExecutor:
         if self.probe is None and (layout := row_layout(self.model.shape, self.recipe, probe=True)) is not None:
             self.probe = self.runner.probe = self._make_recorder(layout)
 
-    def run(self, batch: list[Scheduled]) -> list[tuple[int, float]]:
-        """(token, log-prob) of every scheduled sequence whose rows are complete, in order.
+    def run(self, batch: list[Scheduled]) -> list[list[tuple[int, float]]]:
+        """[(token, log-prob), ...] of every scheduled sequence whose rows are complete, in order: one of each, or, in
+        decode steps, up to ``steps_per_sync``.
 
         Raises FloatingPointError where logits are not finite; the same rows can run again then.
         """
@@ -85,7 +87,7 @@ class KernelExecutor:
             return []
         positions = torch.tensor([len(s.tokens) for s in seqs], device=self.device)
         ids, logprobs = sample(logits, [s.request.sampling for s in seqs], positions, self.model.backend)
-        return list(zip(ids.tolist(), logprobs.tolist(), strict=True))
+        return [[pair] for pair in zip(ids.tolist(), logprobs.tolist(), strict=True)]
 
     def _sent(self, x: Tensor) -> Tensor:
         """On the device, without waiting for what runs there: a copy from pageable memory would."""

@@ -11,7 +11,7 @@ scaled_dot_product_attention: neighbours of equal lengths, as samples of one pro
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -19,13 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from tracefp4.device import attention_for
 from tracefp4.formats import QuantizedBlocks
 from tracefp4.guidance.stream import StreamRecorder
 from tracefp4.kernels.decoder_ops import add_norm, choose_experts, norm_rotate
-from tracefp4.kernels.grouped_experts import PackedExperts, routed_experts
+from tracefp4.kernels.grouped_experts import ExpertMatrices, PackedExperts, routed_experts
 from tracefp4.kernels.paged_attention import paged_decode
 from tracefp4.kernels.quantize_record import RecordTarget, quantize_record
 from tracefp4.recipe import QuantRecipe, quantize_expert_weights
+from tracefp4.rollout.emulated import emulated_experts, emulates_experts, fuses_record, record_rows
 from tracefp4.rollout.model import Experts, Layer, ModelShape, RolloutModel
 from tracefp4.rollout.paged_pool import PagedPool
 from tracefp4.rollout.weights import Take, check_weights, put
@@ -120,6 +122,10 @@ class KernelModel(RolloutModel):
         name = self.recipe.weights
         if name is None:
             return w_EOI
+        if emulates_experts(self.recipe):
+            return replace(
+                ExpertMatrices.quantized(quantize_expert_weights(w_EOI, name, self.recipe.pow2)), blocks=None
+            )
         E, O, I = w_EOI.shape
         some = max(1, PACK_VALUES // (O * I))
         packed = None
@@ -165,10 +171,11 @@ class KernelModel(RolloutModel):
         )  # fmt: skip
         v = qkv.view(N, s.heads + 2 * s.kv_heads, s.head_dim)[:, s.heads + s.kv_heads :]
         keys, values = step.targets("key", i), step.targets("value", i)
-        pool.write(i, step.slots, k, v, (keys[0], values[0]) if keys else None)
-        for key, value in zip(keys[1:], values[1:], strict=True):
-            self._record_again(k.flatten(1), key)
-            self._record_again(v.flatten(1), value)
+        fused = bool(keys) and fuses_record(str(self.recipe.kv), keys[0].bits)
+        k_blocks, v_blocks = pool.write(i, step.slots, k, v, (keys[0], values[0]) if fused else None)
+        for key, value in zip(keys[fused:], values[fused:], strict=True):
+            self._record(k, k_blocks, key)
+            self._record(v, v_blocks, value)
         if step.contexts is not None:
             out = self._prefill(i, q, step.contexts, pool)
         else:
@@ -177,10 +184,14 @@ class KernelModel(RolloutModel):
             out = paged_decode(q, pool.layers[i], step.tables, step.lengths, s.head_dim**-0.5, backend=self.backend)
         return F.linear(out.view(N, -1), layer.o)
 
-    def _record_again(self, x_NK: Tensor, target: RecordTarget) -> None:
-        """The same slots, since they are a function of the row, in another width."""
-        assert self.recipe.kv is not None
-        quantize_record(x_NK, self.recipe.kv, self.recipe.kv_encode_scale, backend=self.backend, record=target)
+    def _record(self, x_NGD: Tensor, blocks: QuantizedBlocks | None, target: RecordTarget) -> None:
+        """K's or V's slots, of a function of the row: quantized once more where the cache's writer kept no blocks."""
+        name, scale = self.recipe.kv, self.recipe.site_encode_scale("key")
+        assert name is not None
+        if fuses_record(name, target.bits):
+            quantize_record(x_NGD.flatten(1), name, scale, backend=self.backend, record=target)
+        else:
+            record_rows(blocks or quantize_record(x_NGD.flatten(1), name, scale, backend=self.backend), target)
 
     def _prefill(self, i: int, q_NHD: Tensor, contexts: tuple[Context, ...], pool: PagedPool) -> Tensor:
         cache = pool.layers[i]
@@ -193,7 +204,8 @@ class KernelModel(RolloutModel):
                 rows = slice(alike[0].first, alike[-1].first + alike[-1].rows)
                 at = slice(alike[0].start, alike[-1].stop)
                 q_BQHD, k_BTGD, v_BTGD = (x.unflatten(0, (len(alike), -1)) for x in (q_NHD[rows], k[at], v[at]))
-                out[rows] = _causal(q_BQHD, k_BTGD, v_BTGD, scale).flatten(0, 1)
+                with attention_for(q_NHD.device, q_BQHD.shape[0] * q_BQHD.shape[1] * k_BTGD.shape[1]):
+                    out[rows] = _causal(q_BQHD, k_BTGD, v_BTGD, scale).flatten(0, 1)
         return out if cache.v_epilogue == 1.0 else out * cache.v_epilogue
 
     def _mlp(self, i: int, layer: Layer, h_NH: Tensor, step: KernelStep, experts: list[Tensor]) -> Tensor:
@@ -205,7 +217,14 @@ class KernelModel(RolloutModel):
         else:
             gates, chosen = self._choose(i, layer, h_NH)
             experts.append(chosen)
-        return self._experts(layer, self._quantized_input(i, h_NH, step), gates, chosen)
+        x = self._quantized_input(i, h_NH, step)
+        if emulates_experts(self.recipe):
+            assert isinstance(layer.gate_up, ExpertMatrices)
+            assert isinstance(layer.down, ExpertMatrices)
+            blocks, real = x if isinstance(x, QuantizedBlocks) else None, step.positions >= 0
+            matrices = (layer.gate_up, layer.down)
+            return emulated_experts(h_NH, blocks, chosen, gates, *matrices, self.recipe, self.compensation, real)
+        return self._experts(layer, x, gates, chosen)
 
     def _choose(self, i: int, layer: Layer, h_NH: Tensor) -> tuple[Tensor, Tensor]:
         """(gates f32 [N, K], experts int64 [N, K]) by the router."""
@@ -218,12 +237,15 @@ class KernelModel(RolloutModel):
         r = self.recipe
         if r.activations is None:
             return h_NH
-        first, *more = [*step.targets("expert_input", i), None]
+        targets = step.targets("expert_input", i)
+        fused = bool(targets) and fuses_record(r.activations, targets[0].bits)
         scale = r.site_encode_scale("expert_input")
-        blocks = quantize_record(h_NH, r.activations, scale, backend=self.backend, record=first)
-        for target in more:
-            if target is not None:
+        blocks = quantize_record(h_NH, r.activations, scale, backend=self.backend, record=targets[0] if fused else None)
+        for target in targets[fused:]:
+            if fuses_record(r.activations, target.bits):
                 quantize_record(h_NH, r.activations, scale, backend=self.backend, record=target)
+            else:
+                record_rows(blocks, target)
         return blocks
 
     def _experts(self, layer: Layer, x: Tensor | QuantizedBlocks, gates: Tensor, chosen: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from tracefp4.guidance import row_bytes
 from tracefp4.guidance.stream import StreamRecorder
 from tracefp4.recipe import QuantRecipe
 from tracefp4.rollout.config import RolloutConfig
+from tracefp4.rollout.emulated import emulates_experts
 from tracefp4.rollout.kernel_executor import CONTEXT_ROWS, chunk_rows, row_layout
 from tracefp4.rollout.model import ModelShape
 from tracefp4.rollout.paged_pool import slot_bytes
@@ -51,6 +52,9 @@ def weight_bytes(shape: ModelShape, recipe: QuantRecipe, dtype: torch.dtype, bac
             fmt = get_format(recipe.weights)
             # Gate and up of a dense model are one matrix with one scale.
             scales = 0 if fmt.scale_kind != "e4m3" or name.endswith("up_proj.weight") else shape.experts * 4
+            if backend != "torch" and emulates_experts(recipe):  # operands alone
+                total += count * 4 + scales
+                continue
             total += count // 2 + count // fmt.block_size + scales
             if backend == "torch":  # operands in FP32 beside the codes, and an epilogue beside S
                 total += count * 4 + scales
@@ -118,6 +122,8 @@ def _workspace(shape: ModelShape, recipe: QuantRecipe, config: RolloutConfig) ->
     per_row = 2 * (6 * s.hidden + 3 * qkv) + 2 * k * (4 * width + s.hidden)
     context = max(config.max_model_len, CONTEXT_ROWS if config.max_num_seqs > 1 else 0)
     per_context = 2 * 2 * s.kv_heads * s.head_dim
+    if emulates_experts(recipe):  # every expert for every row
+        per_row += 4 * s.experts * 3 * k * max(2 * width, s.hidden)
     if config.backend == "torch":
         per_row, per_context = 2 * per_row + 4 * k * s.hidden, 2 * per_context
         context = config.max_num_seqs * config.max_model_len

@@ -7,9 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tracefp4.formats import QuantizedBlocks, get_format
 from tracefp4.kernels.decoder_ops import read_rows, write_dense
 from tracefp4.kernels.paged_attention import PagedCache
-from tracefp4.kernels.quantize_record import RecordTarget, write_kv
+from tracefp4.kernels.quantize_record import TRITON_FORMATS, RecordTarget, write_kv
 from tracefp4.recipe import QuantRecipe
 from tracefp4.rollout.model import ModelShape
 
@@ -17,7 +18,7 @@ from tracefp4.rollout.model import ModelShape
 def slot_bytes(shape: ModelShape, recipe: QuantRecipe, dtype: torch.dtype) -> int:
     """Bytes of K and V of one token in all layers."""
     values = 2 * shape.kv_heads * shape.head_dim * shape.layers
-    return values * dtype.itemsize if recipe.kv is None else values * 9 // 16
+    return values * 9 // 16 if recipe.kv in TRITON_FORMATS else values * dtype.itemsize
 
 
 class PagedPool:
@@ -31,12 +32,14 @@ class PagedPool:
     ) -> None:
         self.format, self.backend, self.page_size, self.scratch_page = recipe.kv, backend, page_size, num_pages
         self.encode_scale = recipe.kv_encode_scale
-        kind = torch.bfloat16 if recipe.kv is None else "nvfp4"
+        # Values of MX formats, which have no encode scale, are exact in BF16: such a cache is quantized and kept dense.
+        self.packed = recipe.kv in TRITON_FORMATS
+        kind = "nvfp4" if self.packed else torch.bfloat16
         self.layers = [
             PagedCache.empty(num_pages + 1, page_size, shape.kv_heads, shape.head_dim, kind, device)
             for _ in range(shape.layers)
         ]
-        if recipe.kv is not None:
+        if self.packed:
             epilogue = 1.0 / self.encode_scale
             self.layers = [replace(c, k_epilogue=epilogue, v_epilogue=epilogue) for c in self.layers]
 
@@ -47,12 +50,20 @@ class PagedPool:
         k_NGD: Tensor,
         v_NGD: Tensor,
         records: tuple[RecordTarget, RecordTarget] | None,
-    ) -> None:
-        """Writes a step's K and V, quantized and recorded in the same pass where the cache is FP4."""
+    ) -> tuple[QuantizedBlocks | None, QuantizedBlocks | None]:
+        """Writes a step's K and V, quantized and recorded in the same pass where the cache is packed. Returns their
+        blocks where it is quantized and dense; such a cache takes no records."""
         cache = self.layers[layer]
         if self.format is None:
             write_dense(k_NGD, v_NGD, cache, slots_N, backend=self.backend)
-            return
+            return None, None
+        if not self.packed:
+            assert records is None
+            fmt = get_format(self.format)
+            k, v = (fmt.quantize(x.flatten(1)) for x in (k_NGD, v_NGD))
+            dense = [fmt.dequantize(blocks, torch.bfloat16).view(k_NGD.shape) for blocks in (k, v)]
+            write_dense(dense[0], dense[1], cache, slots_N, backend=self.backend)
+            return k, v
         scales = (self.encode_scale, self.encode_scale)
         write_kv(
             k_NGD,
@@ -64,6 +75,7 @@ class PagedPool:
             encode_scales=scales,
             records=records,
         )
+        return None, None
 
     def read(self, layer: int, slots_T: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of some slots, BF16 [T, G, D], without the epilogues."""

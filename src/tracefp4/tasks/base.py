@@ -125,10 +125,3 @@ class TaskConfig(StrictModel):
 
     name: str
     seed: int = Field(default=0, ge=0, lt=2**31, description="seed of the training stream only")
-
-
-def first_of_pool(pool: Sequence[Prompt], n: int) -> list[Prompt]:
-    """The first ``n`` of a pool of held-out problems. Raises TracefpError where it does not hold so many, or n < 1."""
-    if not 1 <= n <= len(pool):
-        raise TracefpError(f"n must lie in [1, {len(pool)}], the held-out pool; got {n}")
-    return list(pool[:n])

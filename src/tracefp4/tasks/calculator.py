@@ -21,14 +21,13 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from tracefp4.errors import TracefpError
 from tracefp4.tasks.base import Prompt, TaskConfig
 from tracefp4.tasks.extract import extract_answer
+from tracefp4.tasks.generated import check_draw, check_enough, check_ordered, first_of_pool
 
 MAX_EXPRESSION = 200
 MAX_BITS = 256
 MAX_EXPONENT = 64
-MAX_STEP = 2**31
 TEST_POOL = 4096
 
 INSTRUCTION = (
@@ -51,10 +50,7 @@ class CalculatorConfig(TaskConfig):
 
     @model_validator(mode="after")
     def _ranges_are_ordered(self) -> Self:
-        for what in ("terms", "digits"):
-            low, high = getattr(self, f"min_{what}"), getattr(self, f"max_{what}")
-            if low > high:
-                raise ValueError(f"min_{what} = {low} is above max_{what} = {high}")
+        check_ordered(self, "terms", "digits")
         return self
 
 
@@ -74,8 +70,7 @@ class Calculator:
         Raises:
             TracefpError: ``step`` or ``n`` is out of range, or the config admits too few problems.
         """
-        if not 0 <= step < MAX_STEP or n < 1:
-            raise TracefpError(f"step must lie in [0, {MAX_STEP}) and n be at least 1, got {step} and {n}")
+        check_draw(step, n)
         return self._distinct(f"train-{step}", f"train {self.config.seed} {step}", n, self._held_out, at_least=n)
 
     def test_prompts(self, n: int) -> list[Prompt]:
@@ -84,9 +79,7 @@ class Calculator:
         Raises:
             TracefpError: ``n`` is below 1 or above the pool's size.
         """
-        if not 1 <= n <= len(self._test):
-            raise TracefpError(f"n must lie in [1, {len(self._test)}], the held-out pool; got {n}")
-        return self._test[:n]
+        return first_of_pool(self._test, n)
 
     def respond(self, prompt: Prompt, turns: Sequence[str]) -> str | None:
         """The value of the expression that the last turn ends with; None where the exchange is over."""
@@ -158,10 +151,7 @@ class Calculator:
             answer = str(evaluate(expression))
             prompts.append(Prompt(f"{prefix}-{len(prompts)}", text, answer, {"expression": expression}))
         if len(prompts) < at_least:
-            raise TracefpError(
-                f"this task config gives only {len(prompts)} distinct training problems, {n} were asked for; "
-                "raise task.max_terms or task.max_digits"
-            )
+            check_enough(prompts, n, "raise task.max_terms or task.max_digits")
         return prompts
 
     def _expression(self, chance: Random) -> str:

@@ -12,15 +12,14 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from tracefp4.errors import TracefpError
-from tracefp4.tasks.base import Prompt, TaskConfig, first_of_pool
+from tracefp4.tasks.base import Prompt, TaskConfig
+from tracefp4.tasks.generated import MAX_STEP, check_draw, check_enough, check_ordered, first_of_pool
 from tracefp4.tasks.tokenizer import EOS_TOKEN, FREE_LETTERS
 
 # Seeds as in running_sums: the test pool near 0, step s of task seed t in its own window above 2**64.
 TEST_SEED = 20_260_000
 TEST_POOL = 1024
 STEP_WINDOW = 2**20
-MAX_STEP = 2**31
 MAX_TRAIN_PROMPTS = 2**14
 
 
@@ -35,8 +34,7 @@ class EuclidConfig(TaskConfig):
 
     @model_validator(mode="after")
     def _range_is_ordered(self) -> Self:
-        if self.min_steps > self.max_steps:
-            raise ValueError(f"min_steps = {self.min_steps} is above max_steps = {self.max_steps}")
+        check_ordered(self, "steps")
         return self
 
 
@@ -54,18 +52,11 @@ class Euclid:
         Raises:
             TracefpError: ``step`` or ``n`` is out of range, or the config admits too few problems.
         """
-        if not 0 <= step < MAX_STEP or not 1 <= n <= MAX_TRAIN_PROMPTS:
-            raise TracefpError(
-                f"step must lie in [0, {MAX_STEP}) and n in [1, {MAX_TRAIN_PROMPTS}], got {step} and {n}"
-            )
+        check_draw(step, n, MAX_TRAIN_PROMPTS)
         first = 2**64 + (self.config.seed * MAX_STEP + step) * STEP_WINDOW
         held_out = frozenset(prompt.text for prompt in _test_pool(self._difficulty))
         prompts = _distinct(self._difficulty, f"train-{step}", first, n, held_out)
-        if len(prompts) < n:
-            raise TracefpError(
-                f"this task config gives only {len(prompts)} distinct training problems, {n} were asked for; raise "
-                "task.max_value or widen task.min_steps to task.max_steps"
-            )
+        check_enough(prompts, n, "raise task.max_value or widen task.min_steps to task.max_steps")
         return prompts
 
     def test_prompts(self, n: int) -> list[Prompt]:

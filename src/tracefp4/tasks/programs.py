@@ -19,12 +19,11 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from tracefp4.errors import TracefpError
 from tracefp4.tasks.base import Prompt, TaskConfig
 from tracefp4.tasks.checks import CheckConfig, make_check
+from tracefp4.tasks.generated import check_draw, check_enough, check_ordered, first_of_pool
 from tracefp4.tasks.tokenizer import FREE_LETTERS
 
-MAX_STEP = 2**31
 TEST_POOL = 1024
 INPUTS = 5
 
@@ -50,8 +49,7 @@ class ProgramsConfig(TaskConfig):
 
     @model_validator(mode="after")
     def _range_is_ordered(self) -> Self:
-        if self.min_steps > self.max_steps:
-            raise ValueError(f"min_steps = {self.min_steps} is above max_steps = {self.max_steps}")
+        check_ordered(self, "steps")
         return self
 
 
@@ -76,14 +74,9 @@ class Programs:
         Raises:
             TracefpError: ``step`` or ``n`` is out of range, or the config admits too few problems.
         """
-        if not 0 <= step < MAX_STEP or n < 1:
-            raise TracefpError(f"step must lie in [0, {MAX_STEP}) and n be at least 1, got {step} and {n}")
+        check_draw(step, n)
         prompts = self._distinct(f"train-{step}", f"train {self.config.seed} {step}", n, self._held_out)
-        if len(prompts) < n:
-            raise TracefpError(
-                f"this task config gives only {len(prompts)} distinct training problems, {n} were asked for; raise "
-                "task.max_steps"
-            )
+        check_enough(prompts, n, "raise task.max_steps")
         return prompts
 
     def test_prompts(self, n: int) -> list[Prompt]:
@@ -92,9 +85,7 @@ class Programs:
         Raises:
             TracefpError: ``n`` is below 1 or above the pool's size.
         """
-        if not 1 <= n <= len(self._test):
-            raise TracefpError(f"n must lie in [1, {len(self._test)}], the held-out pool; got {n}")
-        return list(self._test[:n])
+        return first_of_pool(self._test, n)
 
     def score(self, prompt: Prompt, response_text: str) -> float:
         return self.score_batch([prompt], [response_text])[0]

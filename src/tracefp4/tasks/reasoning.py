@@ -14,13 +14,14 @@ from tracefp4.config import did_you_mean
 from tracefp4.errors import TracefpError
 from tracefp4.tasks.base import Prompt, TaskConfig
 from tracefp4.tasks.extract import INSTRUCTIONS, AnswerFormat, extract_answer
+from tracefp4.tasks.generated import MAX_STEP, check_draw
 from tracefp4.tasks.pool import stable_hash
 
 # Item i of a family is drawn from the seed + i, so a split is an interval of the seed line, as in running_sums: the
 # held-out pool lies near 0, and step s of task seed t in its own window above 2**64 that no other step touches.
 TEST_SEED = 20_260_000
 STEP_WINDOW = 2**20
-MAX_STEP = 2**31
+MAX_TRAIN_PROMPTS = 2**16
 # Families whose generator is numpy's take 32 bits. Their windows are drawn by a hash, and may meet another step's;
 # they still keep clear of the held-out pool.
 NARROW_SEEDS = frozenset({"pool_matrix"})
@@ -77,10 +78,7 @@ class ReasoningGym:
         Raises:
             TracefpError: ``step`` or ``n`` is out of range, or a family has too few distinct problems.
         """
-        if not 0 <= step < MAX_STEP:
-            raise TracefpError(f"step must lie in [0, {MAX_STEP}), got {step}")
-        if not 1 <= n <= 2**16:
-            raise TracefpError(f"n must lie in [1, {2**16}], got {n}")
+        check_draw(step, n, MAX_TRAIN_PROMPTS)
         window = (self.config.seed * MAX_STEP + step) * STEP_WINDOW
         mixture = Random(f"mixture {self.config.seed} {step}")
         return self._distinct(f"train-{step}", window, mixture, n, frozenset(p.text for p in self._test()))

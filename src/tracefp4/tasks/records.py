@@ -17,7 +17,7 @@ from tracefp4.errors import TracefpError
 from tracefp4.tasks.base import Message, Prompt, TaskConfig
 from tracefp4.tasks.extract import extract_answer
 from tracefp4.tasks.pool import held_out_flags, stable_hash
-from tracefp4.tasks.rows import Row, read_rows
+from tracefp4.tasks.rows import Row, plain, read_rows
 
 PROMPT_FIELDS = ("prompt", "question", "problem", "messages")
 ANSWER_FIELDS = ("reward_model.ground_truth", "answer", "solution", "ground_truth")
@@ -143,7 +143,7 @@ def _read_problems(config: FileConfig, path: Path, key: str, split: str) -> tupl
         text, chat = _prompt(config, row, layout, raw, messages)
         identity = " ".join(str(raw).split()) if messages is None else json.dumps(messages, sort_keys=True)
         used = {layout.prompt.split(".")[0], layout.answer if layout.form == "plain" else ""}
-        metadata = {name: _plain(value) for name, value in values.items() if name not in used}
+        metadata = {name: plain(value) for name, value in values.items() if name not in used}
         problems.setdefault(identity, Prompt(f"{split}-{number}", text, reference, metadata, chat))
     return problems, layout, len(rows) - len(problems)
 
@@ -186,7 +186,7 @@ def _form(reference: Any) -> ReferenceForm:
 def _reference(row: Row, layout: Layout, answer: Any, needed: bool) -> str:
     name = layout.answer or layout.prompt
     if not needed and not isinstance(answer, str):
-        return "" if answer is None else json.dumps(_plain(answer))  # tests, for example
+        return "" if answer is None else json.dumps(plain(answer))  # tests, for example
     if isinstance(answer, int) and not isinstance(answer, bool):
         return str(answer)
     if isinstance(answer, float) and math.isfinite(answer):
@@ -285,15 +285,6 @@ def _kind(value: Any) -> str:
     if isinstance(value, int | float):
         return "a number" if math.isfinite(value) else str(value)
     return {str: "text", list: "a list", dict: "an object", type(None): "null"}.get(type(value), type(value).__name__)
-
-
-def _plain(value: Any) -> Any:
-    """A JSON value; what JSON lacks (dates, bytes) as text."""
-    if isinstance(value, dict):
-        return {str(name): _plain(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
 
 
 def looks_like_a_number(answer: str) -> bool:

@@ -144,3 +144,12 @@ READERS: dict[str, Callable[[Path, bytes], list[Row]]] = {
     ".csv": _csv,
     ".parquet": _parquet,
 }
+
+
+def plain(value: Any) -> Any:
+    """A JSON value; what JSON lacks (dates, bytes) as text."""
+    if isinstance(value, dict):
+        return {str(name): plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)

@@ -12,8 +12,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from tracefp4.errors import TracefpError
-from tracefp4.tasks.base import Prompt, TaskConfig, first_of_pool
+from tracefp4.tasks.base import Prompt, TaskConfig
+from tracefp4.tasks.generated import MAX_STEP, check_draw, check_enough, check_ordered, first_of_pool
 from tracefp4.tasks.tokenizer import EOS_TOKEN, FREE_LETTERS
 
 # chain_sum derives item i from Random(seed + i), so a split is an interval of the seed line. The test pool
@@ -21,7 +21,6 @@ from tracefp4.tasks.tokenizer import EOS_TOKEN, FREE_LETTERS
 TEST_SEED = 20_260_000
 TEST_POOL = 4096
 STEP_WINDOW = 2**20
-MAX_STEP = 2**31
 MAX_TRAIN_PROMPTS = 2**16
 # Steps from here up are for the warm start: RL with the same task seed counts from 0 and never meets them.
 WARMSTART_FIRST_STEP = 2**30
@@ -50,10 +49,7 @@ class RunningSumsConfig(TaskConfig):
 
     @model_validator(mode="after")
     def _ranges_are_ordered(self) -> Self:
-        for what in ("terms", "digits"):
-            low, high = getattr(self, f"min_{what}"), getattr(self, f"max_{what}")
-            if low > high:
-                raise ValueError(f"min_{what} = {low} is above max_{what} = {high}")
+        check_ordered(self, "terms", "digits")
         return self
 
 
@@ -71,20 +67,13 @@ class RunningSums:
         Raises:
             TracefpError: ``step`` or ``n`` is out of range, or the config admits too few distinct expressions.
         """
-        if not 0 <= step < MAX_STEP:
-            raise TracefpError(f"step must lie in [0, {MAX_STEP}), got {step}")
-        if not 1 <= n <= MAX_TRAIN_PROMPTS:
-            raise TracefpError(f"n must lie in [1, {MAX_TRAIN_PROMPTS}], got {n}")
+        check_draw(step, n, MAX_TRAIN_PROMPTS)
         first_seed = 2**64 + self.config.seed * MAX_STEP * STEP_WINDOW + step * STEP_WINDOW
         # The stride bounds the search: a config with few expressions fails fast instead of spinning.
         candidates = min(STEP_WINDOW, 64 * n + 1024)
         held_out = _test_expressions(self._difficulty)
         prompts = _distinct(self._difficulty, f"train-{step}", first_seed, candidates, n, held_out)
-        if len(prompts) < n:
-            raise TracefpError(
-                f"this task config gives only {len(prompts)} distinct training problems, {n} were asked for; "
-                "raise max_terms or max_digits"
-            )
+        check_enough(prompts, n, "raise task.max_terms or task.max_digits")
         return prompts
 
     def test_prompts(self, n: int) -> list[Prompt]:

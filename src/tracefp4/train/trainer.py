@@ -5,79 +5,28 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tracefp4.align.metrics import importance_metrics, mismatch_metrics
-from tracefp4.config import StrictModel
+from tracefp4.device import attention_for
 from tracefp4.guidance.store import GuidanceStore
 from tracefp4.nn import MicroBatch, SiteObserver, TrainerForward, prepare_model
 from tracefp4.recipe import QuantRecipe
 from tracefp4.train.advantage import assign_advantages
+from tracefp4.train.config import TrainConfig
 from tracefp4.train.losses import (
     LossTerms,
-    ScoreCenteringConfig,
-    TBPOConfig,
     TokenBatch,
-    TriageConfig,
     make_loss,
 )
 from tracefp4.train.optimizer import MasterOptimizer
 from tracefp4.train.slices import MicroBatchBuilder, RowCounts, padding_metrics, split_micro_batches
 from tracefp4.types import RolloutBatch, TrainBatch, Trajectory
-
-Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-class TrainConfig(StrictModel):
-    """The update.
-
-    lr: AdamW's, constant after warmup_steps optimizer steps of linear rise. updates_per_rollout: optimizer steps per
-    rollout, each over its share of the trajectories. micro_batch_size: trajectories per forward. micro_batch_tokens:
-    where not 0, padded tokens per forward instead (trajectories times the longest of them); a longer trajectory goes
-    alone. clip_low, clip_high: the ratio's band is [1 - clip_low, 1 + clip_high]. tis_cap: bound of the importance
-    weight. old_logprob: "recompute" by the same guided forward, or "bypass": ratio and clip against the rollout's
-    log-probs. max_version_diff: guidance recorded under older versions falls back to nearest rounding. decode: slots
-    follow from the record and the trainer's values; "forward" finds them anew in every forward, "once" keeps those of
-    the old-log-prob forward for all updates of the rollout, at 4.5 bits per guided value of memory.
-    keep_quantized_weights: fake-quantized weights stay in memory from one optimizer step to the next, as large as the
-    quantized weights themselves; false quantizes them in every forward, to the same values. replay: send tokens to the
-    rollout's experts (R3). guided_updates: where not 0, only the old log-probs and the first so many updates of
-    a rollout are guided, later ones round to nearest. straight_through: the gradient of rounded activations, K and V:
-    the identity's, or "clipped" to 0 beyond what a block's scale represents. tbpo, score_centering, triage: of the
-    losses of these names, which ``method.name`` chooses.
-    """
-
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    lr: float = Field(5e-5, gt=0, le=1)
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    eps: float = Field(1e-8, ge=1e-20, le=1)
-    weight_decay: float = Field(0.0, ge=0, le=10)
-    grad_clip: float = Field(1.0, gt=0)
-    warmup_steps: int = Field(0, ge=0)
-    updates_per_rollout: int = Field(4, ge=1)
-    micro_batch_size: int = Field(32, ge=1)
-    micro_batch_tokens: int = Field(0, ge=0)
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    clip_high: float = Field(0.28, gt=0, le=1e6)
-    tis_cap: float = Field(5.0, ge=1, le=1e6)
-    old_logprob: Literal["recompute", "bypass"] = "recompute"
-    max_version_diff: int = Field(3, ge=0, lt=2**30)
-    decode: Literal["forward", "once"] = "forward"
-    gradient_checkpointing: bool = False
-    keep_quantized_weights: bool = True
-    advantage_eps: float = Field(1e-6, gt=0)
-    replay: bool = True
-    guided_updates: int = Field(0, ge=0)
-    straight_through: Literal["identity", "clipped"] = "identity"
-    tbpo: TBPOConfig = TBPOConfig()
-    score_centering: ScoreCenteringConfig = ScoreCenteringConfig()
-    triage: TriageConfig = TriageConfig()
 
 
 @dataclass
@@ -248,7 +197,7 @@ class GRPOTrainer:
         names: list[str] = []
         for m in mini:
             # Backward inside: under gradient checkpointing it repeats the forward and needs the same rows.
-            with self.context.armed(m.guidance) as kwargs:
+            with self.context.armed(m.guidance) as kwargs, _attention(m.batch):
                 logprobs, entropy, head = self._logprobs(m.batch, kwargs)
                 terms = self._loss(m, logprobs, head)
                 (terms.loss / units).backward()
@@ -286,7 +235,7 @@ class GRPOTrainer:
         )
 
     def _forward(self, m: _Micro, observer: SiteObserver | None = None) -> tuple[Tensor, Tensor]:
-        with self.context.armed(m.guidance, observer) as kwargs:
+        with self.context.armed(m.guidance, observer) as kwargs, _attention(m.batch):
             return self._logprobs(m.batch, kwargs)[:2]
 
     def _logprobs(self, batch: TrainBatch, kwargs: dict[str, int]) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -303,6 +252,11 @@ class GRPOTrainer:
         if self.loss.top_logprobs and batch.head_ids is not None:
             head = logp.gather(-1, batch.head_ids)
         return logp.gather(-1, batch.input_ids[:, 1:, None])[..., 0], entropy, head
+
+
+def _attention(batch: TrainBatch) -> AbstractContextManager[None]:
+    ids = batch.input_ids
+    return attention_for(ids.device, ids.numel() * ids.shape[1])
 
 
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:

@@ -132,10 +132,10 @@ class WarmstartError(TracefpError):
     """A warm start that cannot begin or did not reach its band; the message is one sentence for the user."""
 
 
-def build_model(config: WarmstartConfig, tokenizer: PreTrainedTokenizerBase) -> Qwen3MoeForCausalLM:
-    """A freshly initialized FP32 policy with tied embeddings; draws from torch's global generator."""
+def build_config(config: WarmstartConfig, tokenizer: PreTrainedTokenizerBase) -> Qwen3MoeConfig:
+    """Of the policy, as its checkpoint will hold it."""
     shape = config.model
-    hf_config = Qwen3MoeConfig(
+    return Qwen3MoeConfig(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         # Only dense layers read it and there are none; kept consistent for tools that print it.
@@ -156,7 +156,11 @@ def build_model(config: WarmstartConfig, tokenizer: PreTrainedTokenizerBase) -> 
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
     )
-    return Qwen3MoeForCausalLM(hf_config).float()
+
+
+def build_model(config: WarmstartConfig, tokenizer: PreTrainedTokenizerBase) -> Qwen3MoeForCausalLM:
+    """A freshly initialized FP32 policy with tied embeddings; draws from torch's global generator."""
+    return Qwen3MoeForCausalLM(build_config(config, tokenizer)).float()
 
 
 class Curriculum:

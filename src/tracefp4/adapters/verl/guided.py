@@ -19,7 +19,7 @@ from tracefp4.adapters.verl.segments import SegmentBuilder
 from tracefp4.adapters.verl.settings import AdapterSettings
 from tracefp4.errors import TracefpError
 from tracefp4.guidance.disk import make_store
-from tracefp4.nn import MicroBatch, prepare_model
+from tracefp4.nn import GuidanceContext, MicroBatch, prepare_model
 from tracefp4.nn.attention import ATTENTION_NAME
 from tracefp4.nn.experts import EXPERTS_NAME
 from tracefp4.train.slices import RowCounts
@@ -46,13 +46,12 @@ class GuidedForward:
     Raises TracefpError as ``prepare_model`` does, and where the guidance store cannot be opened.
     """
 
-    def __init__(self, model: PreTrainedModel, settings: AdapterSettings, pad_id: int = 0) -> None:
-        config, decoder = model.config, model.get_decoder()
+    def __init__(self, model: Any, settings: AdapterSettings, pad_id: int = 0, config: Any = None) -> None:
+        config = model.config if config is None else config
         self.settings, self.pad_id = settings, pad_id
         self.forward = settings.mode.forward
         self.recipe = settings.recipe(config.num_hidden_layers)
-        self.context = prepare_model(model, self.recipe, self.forward)
-        self.moe_layers = tuple(i for i, layer in enumerate(decoder.layers) if hasattr(layer.mlp, "experts"))
+        self.context, self.moe_layers = self._prepare(model)
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         kv = config.num_key_value_heads * head
         self.builder = SegmentBuilder(
@@ -66,6 +65,12 @@ class GuidedForward:
         )
         self.watch = LossWatch(settings.guidance.lost_below, settings.guidance.lost_after_steps)
         self._proved = False
+
+    def _prepare(self, model: PreTrainedModel) -> tuple[GuidanceContext, tuple[int, ...]]:
+        """(the model's context, the numbers of all layers with routed experts)."""
+        layers = model.get_decoder().layers
+        moe_layers = tuple(i for i, layer in enumerate(layers) if hasattr(layer.mlp, "experts"))
+        return prepare_model(model, self.recipe, self.forward), moe_layers
 
     def check_applied(self, model: nn.Module) -> None:
         """After sharding: raises TracefpError naming the first layer that lost its hook."""
@@ -131,14 +136,15 @@ class GuidedForward:
             yield
         finally:
             del context.round_site
-        layers = range(self.recipe.num_layers)
-        dense = not self.moe_layers
-        expected = {(s, i) for s in SITES for i in layers if s != "expert_input" or dense or i in self.moe_layers}
-        lost = sorted(expected - met)
+        lost = sorted(self._expected_sites() - met)
         if lost:
             raise TracefpError(f"the trainer's forward never reached site {lost[0][0]} of layer {lost[0][1]}"
                                f" ({len(lost)} such): its quantized forward is not in use")  # fmt: skip
         self._proved = True
+
+    def _expected_sites(self) -> set[tuple[str, int]]:
+        layers, dense = range(self.recipe.num_layers), not self.moe_layers
+        return {(s, i) for s in SITES for i in layers if s != "expert_input" or dense or i in self.moe_layers}
 
     def forget_weights(self, model: nn.Module) -> None:
         """Drops cached quantized weights: a sharded parameter keeps its identity and version while it changes."""

@@ -39,4 +39,15 @@ def _load_replica() -> type:
     return TracefpReplica
 
 
+def _register_megatron() -> None:
+    """Registers the Megatron engine where verl found megatron-core. After the platform, which verl's engines need."""
+    from verl.workers import engine
+
+    if engine.MegatronEngineWithLMHead is not None:
+        from tracefp4.adapters.verl import megatron
+
+        megatron.register()
+
+
 register()
+_register_megatron()

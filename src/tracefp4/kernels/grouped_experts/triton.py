@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tracefp4.formats import QuantizedBlocks, get_format
 from tracefp4.kernels.grouped_experts.packed import PackedExperts
-from tracefp4.kernels.grouped_experts.triton_products import UP, products_dense, products_fp4, silu_mul
+from tracefp4.kernels.grouped_experts.triton_products import GROUP, UP, products_dense, products_fp4, silu_mul
 from tracefp4.kernels.triton_layout import require_pairs
 from tracefp4.kernels.triton_math import (
     IEEE,
@@ -31,12 +31,13 @@ from tracefp4.kernels.triton_math import (
     decode_e2m1,
     decode_e4m3,
     dot,
-    encode_e2m1,
     encode_e4m3,
     encode_scale_of,
     follow,
+    following,
     from_bf16,
     multiplier,
+    round_e2m1,
     to_bf16,
     unrounded_scale,
 )
@@ -45,7 +46,7 @@ from tracefp4.kernels.triton_unpack import block_scales, spread_columns, unpack
 INTERPRETED = triton.knobs.runtime.interpret
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _route(
     experts, order, offsets, block_expert, block_start, block_count, M,
     E: tl.constexpr, EP: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
@@ -100,7 +101,7 @@ def _operand_rows(
         w = b[:, None] * 2 + tl.arange(0, 2)[None, :]
         words = tl.load(codes_in + row * (I // 8) + w, mask=w < I // 8, other=0)
         words = tl.reshape(tl.broadcast_to(words[:, :, None], (NB, 2, 8)), (NB, 16))
-        codes = (words >> (tl.arange(0, 16) % 8 * 4)[None, :]) & 15
+        rounded = decode_e2m1((words >> (tl.arange(0, 16) % 8 * 4)[None, :]) & 15)
         byte = tl.load(scales_in + row * (I // 16) + b, mask=b < I // 16, other=0).to(tl.int32)
         s = tl.load(s_in + row * S_STRIDE + one)
     else:
@@ -113,9 +114,9 @@ def _operand_rows(
             else:
                 s = encode_scale_of(largest, ENCODE_MAX, POW2)
             byte = encode_e4m3(unrounded_scale(amax, s, EXACT))
-            codes = encode_e2m1(values * multiplier(byte, s, EXACT)[:, None])
+            rounded = round_e2m1(values * multiplier(byte, s, EXACT)[:, None])
     if CODES or QUANTIZE:
-        y = decode_e2m1(codes) * (decode_e4m3(byte) * (1.0 / UP))[:, None]
+        y = rounded * (decode_e4m3(byte) * (1.0 / UP))[:, None]
         factor = tl.div_rn(tl.zeros_like(s) + 1.0, s) * UP
     else:
         exponent = tl.minimum(tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) & 0xFF, 1), 253)
@@ -210,44 +211,6 @@ def _products_fp4(
 
 
 @triton.jit
-def _products_dense(
-    x, weights, out, order, offsets, block_expert, block_start, block_count,
-    K: tl.constexpr, I: tl.constexpr, O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
-    BI: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The same over BF16 weights [E, O, I] and BF16 rows in their own order."""
-    follow(PDL)
-    if tl.program_id(0) >= tl.load(block_count):
-        return
-    WIDTH: tl.constexpr = O // 2 if GATED else O
-    e, m, real, position = _block_of_rows(order, offsets, block_expert, block_start, R, not GATED)
-    source = (position // K if GATED else m).to(tl.int64)
-    o, i = tl.program_id(1) * BO + tl.arange(0, BO), tl.arange(0, BI)
-    some = tl.minimum(o, WIDTH - 1)
-    wanted = real[None, :]
-    weights += e * (O * I)
-    acc = tl.zeros([BO, R], tl.float32)
-    acc_up = acc
-    for first in tl.range(0, I, BI):
-        inner = (first + i) < I
-        x_t = tl.load(x + source[None, :] * I + (first + i)[:, None], mask=wanted & inner[:, None], other=0.0)
-        w_t = tl.load(weights + (some[:, None] * I + (first + i)[None, :]), mask=inner[None, :], other=0.0)
-        acc = dot(w_t, x_t, acc)
-        if GATED:
-            v_t = tl.load(
-                weights + ((WIDTH + some[:, None]) * I + (first + i)[None, :]), mask=inner[None, :], other=0.0
-            )
-            acc_up = dot(v_t, x_t, acc_up)
-    if GATED:
-        y = silu_mul(acc, acc_up)
-        target = m.to(tl.int64)
-    else:
-        y = acc
-        target = position.to(tl.int64)
-    tl.store(out + target[None, :] * WIDTH + o[:, None], to_bf16(y), mask=wanted & (o < WIDTH)[:, None])
-
-
-@triton.jit
 def _weighted_sum(rows, gates, out, K: tl.constexpr, O: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out [N, O] = sum over k, in order, of gates [N, K] times rows BF16 [N, K, O]; FP32, rounded once."""
     follow(PDL)
@@ -265,8 +228,8 @@ class ExpertsConfig:
     """Output features and rows of a program, its warps and pipeline stages.
 
     dense_inner: inputs a step of BF16. down: output features of a program of the second product, 0: as of the first.
-    strips: the products of `triton_products`, with its GROUP, TAILS, and BULK for BF16 weights. pdl: kernels
-    are launched before the one ahead of them has ended (programmatic dependent launch, SM90 and later).
+    strips: FP4 by the products of `triton_products`, as BF16 always is, else by `_products_fp4`, which does better with
+    one or two warps. tails: see there. bulk: BF16 weights are read by the tensor memory accelerator.
     """
 
     outputs: int
@@ -277,37 +240,34 @@ class ExpertsConfig:
     asm: bool = True
     down: int = 0
     strips: bool = False
-    group: int = 8
     tails: int = 0
     bulk: bool = False
-    pdl: bool = False
 
 
 def default_config(fp4: bool, rows_per_expert: float) -> ExpertsConfig:
     """By the mean number of rows of an expert; under the interpreter a small one.
 
-    The fastest of a few settings measured on an H200 with 128 experts at 4, 32 and 256 rows (docs/benchmarks.md); in
-    between, and where the ranges meet, it is a guess.
+    The fastest of a few settings measured on an H200 with 128 experts at 2, 5, 16, 31, 64, 128, 256 and 512 rows
+    (docs/benchmarks.md); where the ranges meet, it is a guess.
     """
     if INTERPRETED:
-        return ExpertsConfig(outputs=128, rows=16, num_warps=1, num_stages=1, dense_inner=128, asm=False)
+        return ExpertsConfig(128, 16, 1, 1, dense_inner=128, asm=False, strips=rows_per_expert > 4, tails=1)
     if fp4:
         if rows_per_expert <= 4:
-            return ExpertsConfig(outputs=32, rows=8, num_warps=1, num_stages=3)
+            return ExpertsConfig(64, 8, 2, 3)
         if rows_per_expert <= 12:
-            return ExpertsConfig(outputs=64, rows=16, num_warps=1, num_stages=3)
+            return ExpertsConfig(64, 16, 1, 3)
         if rows_per_expert <= 24:
-            return ExpertsConfig(outputs=64, rows=32, num_warps=2, num_stages=3)
-        return ExpertsConfig(outputs=64, rows=64, num_warps=4, num_stages=3)
-    if rows_per_expert > 48:
-        return ExpertsConfig(outputs=64, rows=128, num_warps=4, num_stages=3)
-    rows = 8 if rows_per_expert <= 4 else 16 if rows_per_expert <= 12 else 32
-    return ExpertsConfig(outputs=64, rows=rows, num_warps=4, num_stages=4, dense_inner=128)
-
-
-def _following(pdl: bool) -> dict[str, bool]:
-    """Constants and options of a launch that `follow` belongs to."""
-    return {"PDL": pdl, "launch_pdl": pdl} if pdl else {"PDL": False}
+            return ExpertsConfig(64, 32, 4, 3, down=128, strips=True, tails=1)
+        if rows_per_expert <= 96:
+            return ExpertsConfig(64, 64, 4, 3, down=128, strips=True, tails=2)
+        return ExpertsConfig(64, 128, 4, 2, down=128, strips=True, tails=2)
+    if rows_per_expert <= 12:
+        rows = 8 if rows_per_expert <= 4 else 16
+        return ExpertsConfig(64, rows, 4, 3, dense_inner=128, down=128, bulk=True)
+    if rows_per_expert <= 48:
+        return ExpertsConfig(64, 64, 4, 3, down=128, tails=1, bulk=True)
+    return ExpertsConfig(128, 128, 8, 4, down=256, tails=2, bulk=True)
 
 
 @dataclass(frozen=True)
@@ -326,7 +286,7 @@ class DeviceRouting:
         return self.order, self.offsets, self.block_expert, self.block_start, self.block_count
 
 
-def route(experts_NK: Tensor, num_experts: int, rows: int, pdl: bool = False) -> DeviceRouting:
+def route(experts_NK: Tensor, num_experts: int, rows: int) -> DeviceRouting:
     """Sorted order and blocks of `rows` rows for a choice of experts int64 [N, K]."""
     M = experts_NK.numel()
     blocks = max(1, min(num_experts, M) + M // rows)
@@ -336,7 +296,7 @@ def route(experts_NK: Tensor, num_experts: int, rows: int, pdl: bool = False) ->
     chunk = min(4096, max(128, triton.next_power_of_2(M)))
     _route[(num_experts,)](
         experts_NK, *routing.tensors, M, E=num_experts, EP=triton.next_power_of_2(num_experts), R=rows, CHUNK=chunk,
-        num_warps=4, **_following(pdl),
+        num_warps=max(4, chunk // 256), **following(),
     )  # fmt: skip
     return routing
 
@@ -345,7 +305,6 @@ def operand_rows(
     x: Tensor | QuantizedBlocks,
     format: str | None = None,
     encode_scale: str | float | Tensor = "row",
-    pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(FP16 [N, I] in the products' order, f32 [N] factors) of BF16 rows, quantized first if a format is given, or of
     rows that are quantized already."""
@@ -371,7 +330,7 @@ def operand_rows(
             S_STRIDE=1 if s is not None and s.ndim else 0, STATIC=codes is None and s is not None,
             POW2=isinstance(encode_scale, str) and encode_scale == "row-pow2", EXACT=format == "nvfp4-exact",
             ENCODE_MAX=get_format(format or "nvfp4").encode_max,
-            num_warps=min(8, max(1, blocks // (64 if N >= 1024 else 32))), **IEEE, **_following(pdl),
+            num_warps=min(8, max(1, blocks // (64 if N >= 1024 else 32))), **IEEE, **following(),
         )  # fmt: skip
     return out, factor
 
@@ -386,30 +345,28 @@ def products(
     outputs = config.outputs if gated or not config.down else config.down
     out = torch.empty(out_rows, width, dtype=torch.bfloat16, device=rows.device)
     common = {"K": K, "I": I, "O": O, "GATED": gated, "BO": outputs, "R": config.rows}
-    launch = {"num_warps": config.num_warps, "num_stages": config.num_stages, **_following(config.pdl)}
+    launch = {"num_warps": config.num_warps, "num_stages": config.num_stages, **following()}
     columns = triton.cdiv(width, outputs)
-    if config.strips:
-        group = min(config.group, routing.blocks)
-        grid: tuple[int, ...] = (triton.cdiv(routing.blocks, group) * group * columns,)
-        common["TAILS"] = config.tails
-    else:
-        grid = (routing.blocks, columns)
-    if isinstance(weights, PackedExperts):
-        operands = (rows, factor, weights.words, weights.scales.view(torch.int16), weights.epilogue, out)
-        if config.strips:
-            kernel = products_fp4[grid](*operands, *routing.tensors, group, ASM=config.asm, **common, **launch)
-        else:
-            kernel = _products_fp4[grid](*operands, *routing.tensors, ASM=config.asm, **common, **launch)
-        require_pairs(kernel)
-    elif config.strips and I % config.dense_inner == 0:
-        if config.bulk:
-            block = [outputs, config.dense_inner]
-            weights = TensorDescriptor.from_tensor(weights.flatten(0, 1), block)
+    group = min(GROUP, routing.blocks)
+    grid = (triton.cdiv(routing.blocks, group) * group * columns,)
+    if isinstance(weights, Tensor):
+        BI = min(config.dense_inner, triton.next_power_of_2(I))
+        bulk = config.bulk and I * weights.element_size() % 16 == 0
+        source = TensorDescriptor.from_tensor(weights.flatten(0, 1), [outputs, BI]) if bulk else weights
         products_dense[grid](
-            rows, weights, out, *routing.tensors, group, BI=config.dense_inner, BULK=config.bulk, **common, **launch
+            rows, source, out, *routing.tensors, group, BI=BI, BULK=bulk, TAILS=config.tails, **common, **launch
+        )
+        return out
+    operands = (rows, factor, weights.words, weights.scales.view(torch.int16), weights.epilogue, out)
+    if config.strips:
+        kernel = products_fp4[grid](
+            *operands, *routing.tensors, group, ASM=config.asm, TAILS=config.tails, **common, **launch
         )
     else:
-        _products_dense[grid](rows, weights, out, *routing.tensors, BI=config.dense_inner, **common, **launch)
+        kernel = _products_fp4[(routing.blocks, columns)](
+            *operands, *routing.tensors, ASM=config.asm, **common, **launch
+        )
+    require_pairs(kernel)
     return out
 
 
@@ -433,19 +390,17 @@ def routed_experts(
     if N == 0:
         return out
     config = config or default_config(fp4, M / E)
-    routing = route(experts_NK, E, config.rows, config.pdl)
+    routing = route(experts_NK, E, config.rows)
     factor: Tensor | None = None
     if fp4:
-        rows, factor = operand_rows(x, format, encode_scale, config.pdl)
+        rows, factor = operand_rows(x, format, encode_scale)
     else:
         assert isinstance(x, Tensor)
         rows = x
     hidden = products(rows, factor, gate_up, routing, K, True, M, config)
     if fp4:
-        hidden, factor = operand_rows(hidden, format, encode_scale, config.pdl)
+        hidden, factor = operand_rows(hidden, format, encode_scale)
     y = products(hidden, factor, down, routing, K, False, M, config)
     block = min(1024, triton.next_power_of_2(O))
-    _weighted_sum[(N, triton.cdiv(O, block))](
-        y, gates_NK, out, K=K, O=O, BLOCK=block, num_warps=4, **_following(config.pdl)
-    )
+    _weighted_sum[(N, triton.cdiv(O, block))](y, gates_NK, out, K=K, O=O, BLOCK=block, num_warps=4, **following())
     return out

@@ -20,6 +20,7 @@ import triton.language as tl
 from tracefp4.kernels.triton_math import dot, follow, from_bf16, to_bf16
 from tracefp4.kernels.triton_unpack import block_scales, spread_columns, unpack
 
+GROUP = 8
 UP = tl.constexpr(2.0**14)
 """What undoes the factor of an FP16 operand."""
 
@@ -111,16 +112,25 @@ def _strip_dense(
     acc = tl.zeros([BO, R], tl.float32)
     acc_up = acc
     for first in tl.range(0, I, BI):
+        inner = wanted
+        if I % BI != 0:
+            inner = wanted & (first + i < I)[:, None]
         if BULK:  # rows past the end are those of the next matrix, or zeros, and are not stored
             row = (e * O + column * BO).to(tl.int32)
             w_t = weights.load([row, first])
             if GATED:
                 v_t = weights.load([row + WIDTH, first])
         else:
-            w_t = tl.load(weights + first + at_w)
-            if GATED:
-                v_t = tl.load(weights + first + (at_w + WIDTH * I))
-        x_t = tl.load(x + first, mask=wanted, other=0.0)
+            if I % BI != 0:
+                some_i = (first + i < I)[None, :]
+                w_t = tl.load(weights + first + at_w, mask=some_i, other=0.0)
+                if GATED:
+                    v_t = tl.load(weights + first + (at_w + WIDTH * I), mask=some_i, other=0.0)
+            else:
+                w_t = tl.load(weights + first + at_w)
+                if GATED:
+                    v_t = tl.load(weights + first + (at_w + WIDTH * I))
+        x_t = tl.load(x + first, mask=inner, other=0.0)
         acc = dot(w_t, x_t, acc)
         if GATED:
             acc_up = dot(v_t, x_t, acc_up)
@@ -139,7 +149,7 @@ def _place(block_count, GROUP, COLUMNS: tl.constexpr):
     return block, within // GROUP, block < tl.load(block_count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["GROUP"])
 def products_fp4(
     x, factor, words, weight_scales, epilogue, out, order, offsets, block_expert, block_start, block_count, GROUP,
     K: tl.constexpr, I: tl.constexpr, O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
@@ -172,13 +182,13 @@ def products_fp4(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["GROUP"])
 def products_dense(
     x, weights, out, order, offsets, block_expert, block_start, block_count, GROUP,
     K: tl.constexpr, I: tl.constexpr, O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
     TAILS: tl.constexpr, BI: tl.constexpr, BULK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The same over BF16 weights [E, O, I], of which I is a multiple of BI, and BF16 rows in their own order.
+    """The same over BF16 weights [E, O, I] and BF16 rows in their own order.
 
     BULK: weights is a tensor descriptor of [E * O, I] in blocks of [BO, BI].
     """

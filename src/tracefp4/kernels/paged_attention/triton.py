@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tracefp4.kernels.paged_attention.cache import PagedCache
 from tracefp4.kernels.triton_layout import require_pairs
-from tracefp4.kernels.triton_math import dot, follow, from_bf16, to_bf16
+from tracefp4.kernels.triton_math import dot, follow, following, from_bf16, to_bf16
 from tracefp4.kernels.triton_unpack import VALUE_EXPONENT, block_scales, spread, spread_columns, token_scales, unpack
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -45,11 +45,9 @@ def _pages(tables, tokens, stop, PAGE: tl.constexpr, TILE: tl.constexpr, first, 
 
 
 @triton.jit
-def _share(length, split, SPLITS, TILE: tl.constexpr):
-    """Whole tiles [start, stop) of one split."""
-    tiles = tl.cdiv(tl.cdiv(length, TILE), SPLITS)
-    start = split * tiles * TILE
-    return start, tl.minimum(start + tiles * TILE, length)
+def _tiles_of_split(length, SPLITS, TILE: tl.constexpr):
+    """Whole tiles of every split but the last ones, which may have fewer or none."""
+    return tl.cdiv(tl.cdiv(length, TILE), SPLITS)
 
 
 @triton.jit
@@ -276,11 +274,11 @@ def _attend(
     """One share a program: split, KV head, sequence; shares [B, G, SPLITS]."""
     follow(PDL)
     split, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start, stop = _share(tl.load(lengths + b), split, SPLITS, TILE)
+    length = tl.load(lengths + b)
+    tokens = _tiles_of_split(length, SPLITS, TILE) * TILE
+    start, stop = split * tokens, tl.minimum((split + 1) * tokens, length)
     at = (b * G + g) * SPLITS + split
     if start >= stop:
-        r = tl.arange(0, RP)
-        tl.store(lse + at * R + r, tl.full([RP], float("-inf"), tl.float32), mask=r < R)
         return
     if FP4:
         _share_fp4(
@@ -294,7 +292,7 @@ def _attend(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def _attend_evenly(
     q, k, v, k_scales, v_scales, tables, lengths, partial, lse, spans, scale_log2, table_stride, B, PROGRAMS,
     BP: tl.constexpr, LEAST: tl.constexpr,
@@ -349,60 +347,69 @@ def _attend_evenly(
 @triton.jit
 def _combine(
     partial, lse, lengths, spans, out, v_epilogue, SPLITS,
-    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, FP4: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
-    EVEN: tl.constexpr, PDL: tl.constexpr,
+    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, FP4: tl.constexpr, CHUNK: tl.constexpr,
+    HEADS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Adds the shares of HEADS query heads of a sequence: out [B, H, D]; 0 where the context is empty."""
+    """Adds the shares of HEADS query heads of a sequence, CHUNK at a time: out [B, H, D]; 0 where it is empty."""
     follow(PDL)
     h, b = tl.program_id(0) * HEADS, tl.program_id(1)
-    g, r = h // R, h % R + tl.arange(0, HEADS)
+    context = b * G + h // R
+    length = tl.load(lengths + b)
     if EVEN:
-        count = 0
-        base = b * 0
-        if tl.load(lengths + b) > 0:
-            p = tl.load(spans + 2 * (b * G + g))
-            count = tl.load(spans + 2 * (b * G + g) + 1) - p + 1
-            base = b * G + g + p
+        first_program = tl.load(spans + 2 * context)  # not written where the context is empty
+        count = tl.where(length > 0, tl.load(spans + 2 * context + 1) - first_program + 1, 0)
+        base = context + tl.where(length > 0, first_program, 0)
     else:
-        count = SPLITS
-        base = (b * G + g) * SPLITS
-    c, d = tl.arange(0, CHUNK), tl.arange(0, D)
-    m = tl.full([HEADS], float("-inf"), tl.float32)
-    total = tl.zeros([HEADS], tl.float32)
-    acc = tl.zeros([HEADS, D], tl.float32)
-    for first in tl.range(0, count, CHUNK):
-        at = ((base + first + c) * R).to(tl.int64)[:, None] + r[None, :]
-        x = tl.load(lse + at, mask=(first + c < count)[:, None], other=float("-inf"))
-        m_new = tl.maximum(m, tl.max(x, axis=0))
-        # Shares without tokens were never written: neither their weight nor a stray NaN may count.
-        reference = tl.where(m_new == float("-inf"), 0.0, m_new)
-        weight = tl.where(x == float("-inf"), 0.0, tl.exp2(x - reference[None, :]))
-        there = (x != float("-inf"))[:, :, None]
-        rows = tl.load(partial + at[:, :, None] * D + d[None, None, :], mask=there, other=0.0)
-        factor = tl.exp2(m - reference)
-        acc = acc * factor[:, None] + tl.sum(rows * weight[:, :, None], axis=0)
-        total = total * factor + tl.sum(weight, axis=0)
-        m = m_new
-    total = total[:, None]
+        count = tl.cdiv(length, TILE * tl.maximum(_tiles_of_split(length, SPLITS, TILE), 1))
+        base = context * SPLITS
+    row = base.to(tl.int64) * R + h % R
+    n = tl.arange(0, HEADS * D)
+    lse += row
+    partial += row * D
+    if CHUNK <= 8:  # one share after the other, every value's thread with its own copy of the weight
+        m = tl.full([HEADS * D], float("-inf"), tl.float32)
+        total = tl.zeros([HEADS * D], tl.float32)
+        acc = total
+        for first in tl.range(0, count, CHUNK):
+            for i in tl.static_range(CHUNK):
+                there = n * 0 + (first + i) < count
+                x = tl.load(lse + (first + i) * R + n // D, mask=there, other=float("-inf"))
+                values = tl.load(partial + (first + i) * (R * D) + n, mask=there, other=0.0)
+                m_new = tl.maximum(m, x)
+                weight, factor = tl.exp2(x - m_new), tl.exp2(m - m_new)
+                acc, total = acc * factor + values * weight, total * factor + weight
+                m = m_new
+    else:
+        tl.static_assert(HEADS == 1)
+        c = tl.arange(0, CHUNK)
+        m = tl.full([1], float("-inf"), tl.float32)
+        total = tl.zeros([1], tl.float32)
+        acc = tl.zeros([D], tl.float32)
+        for first in tl.range(0, count, CHUNK):
+            there = first + c < count
+            x = tl.load(lse + (first + c) * R, mask=there, other=float("-inf"))
+            at = (first + c)[:, None] * (R * D) + n[None, :]
+            values = tl.load(partial + at, mask=there[:, None], other=0.0)
+            m_new = tl.maximum(m, tl.max(x, axis=0))
+            weight, factor = tl.exp2(x - m_new), tl.exp2(m - m_new)
+            acc = acc * factor + tl.sum(values * weight[:, None], axis=0)
+            total = total * factor + tl.sum(weight, axis=0)
+            m = m_new
     y = tl.where(total == 0.0, 0.0, acc / tl.where(total == 0.0, 1.0, total)) * v_epilogue
-    if FP4:  # column j * X + x of a share is value j of unit x
-        X: tl.constexpr = D // 8 if D >= 128 else 16
-        j, x = d // X, d % X
-        place = x * 8 + j if D >= 128 else (x % 8) * 8 + (x // 8) * 4 + j
-    else:
-        place = d
-    row = (b * G + g).to(tl.int64) * R + r
-    tl.store(out + row[:, None] * D + place[None, :], to_bf16(y))
+    if FP4:  # value j of unit x stands in column j * X + x of a share
+        if D >= 128:
+            y = tl.reshape(tl.permute(tl.reshape(y, (HEADS, 8, D // 8)), (0, 2, 1)), (HEADS * D,))
+        else:
+            y = tl.reshape(tl.permute(tl.reshape(y, (HEADS, 4, 2, 8)), (0, 3, 2, 1)), (HEADS * D,))
+    tl.store(out + (b * (G * R) + h).to(tl.int64) * D + n, to_bf16(y))
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
     """How the work is cut: tokens of a tile, warps and pipeline stages of a program, programs wanted on the device.
 
-    even: equal parts of all contexts, else one share a program. together: all query heads of a KV head are combined by
-    one program. pdl: kernels are launched before the one ahead of them has ended (programmatic dependent launch, SM90
-    and later). registers: at most so many a thread. asm: unpack with PTX; move: FP4 with one warp and at most 8 query
-    heads per KV head turns operands with `movmatrix`.
+    even: equal parts of all contexts, else one share a program. registers: at most so many a thread. asm: unpack with
+    PTX; move: FP4 with one warp and at most 8 query heads per KV head turns operands with `movmatrix`.
     """
 
     tile: int
@@ -412,26 +419,24 @@ class AttentionConfig:
     asm: bool = True
     move: bool = True
     even: bool = False
-    together: bool = False
-    pdl: bool = False
     registers: int | None = None
 
 
 def default_config(fp4: bool, head_dim: int, device: torch.device) -> AttentionConfig:
     """The fastest of a few settings measured on an H200 (docs/benchmarks.md); under the interpreter small ones.
 
-    Contexts of unequal length would like more programs, but their lengths are known on the device only.
+    Registers are limited where the programs of a multiprocessor would else not all be there at the same time.
     """
     if INTERPRETED:
-        return AttentionConfig(tile=32, num_warps=1, num_stages=1, programs=8, asm=False)
+        return AttentionConfig(32, 1, 1, programs=8, asm=False, even=head_dim <= 128)
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     if fp4 and head_dim <= 128:
-        return AttentionConfig(tile=64, num_warps=1, num_stages=2, programs=12 * sms)
+        return AttentionConfig(64, 1, 2, programs=12 * sms, even=True, registers=168)
     if fp4:
-        return AttentionConfig(tile=64, num_warps=2, num_stages=2, programs=6 * sms)
+        return AttentionConfig(64, 2, 2, programs=6 * sms)
     if head_dim <= 128:
-        return AttentionConfig(tile=64, num_warps=4, num_stages=2, programs=4 * sms)
-    return AttentionConfig(tile=32, num_warps=4, num_stages=3, programs=6 * sms)
+        return AttentionConfig(64, 4, 2, programs=4 * sms, even=True)
+    return AttentionConfig(32, 4, 3, programs=6 * sms)
 
 
 def paged_decode(
@@ -465,13 +470,12 @@ def paged_decode(
     constants = {"G": G, "R": R, "RP": rp, "D": D, "PAGE": cache.page_size, "TILE": config.tile, "FP4": fp4}
     constants |= {"WIDE": 2 * cache.k.numel() >= 2**31, "ASM": config.asm}
     constants["MOVE"] = fp4 and config.asm and config.move and config.num_warps == 1 and rp == 8
-    following = {"PDL": config.pdl, **({"launch_pdl": True} if config.pdl else {})}
-    launch = {"num_warps": config.num_warps, "num_stages": config.num_stages, **following}
+    launch = {"num_warps": config.num_warps, "num_stages": config.num_stages, **following()}
     if config.registers is not None:
         launch["maxnreg"] = config.registers
     if config.even:
         kernel = _attend_evenly[(config.programs,)](
-            *operands, spans, scale, tables_BP.stride(0), B, config.programs, BP=triton.next_power_of_2(B),
+            *operands, spans, scale, tables_BP.stride(0), B, config.programs, BP=_bins(B),
             LEAST=max(1, 256 // config.tile), **constants, **launch,
         )  # fmt: skip
     else:
@@ -479,14 +483,28 @@ def paged_decode(
     if fp4:
         require_pairs(kernel)
     epilogue = cache.v_epilogue * (2.0**VALUE_EXPONENT if fp4 else 1.0)
-    together = config.together and triton.next_power_of_2(R) == R
-    heads = R if together else 1
-    most = config.programs // (B * G) if config.even else splits
-    chunk, warps = (16, 4) if most <= 64 else (64, 8)
-    if together:
-        chunk = max(1, min(chunk, 4096 // (R * D)))
+    # Contexts of equal length have at most so many shares each; longer ones take several turns.
+    most = triton.next_power_of_2(config.programs // (B * G) + 2 if config.even else splits)
+    heads = _heads_together(R, D) if most <= 8 else 1
+    chunk = min(most, 64)
     _combine[(H // heads, B)](
-        partial, lse, lengths_B, spans, out, epilogue, splits, G=G, R=R, D=D, FP4=fp4, CHUNK=chunk, HEADS=heads,
-        EVEN=config.even, num_warps=warps, **following,
+        partial, lse, lengths_B, spans, out, epilogue, splits, G=G, R=R, D=D, TILE=config.tile, FP4=fp4, CHUNK=chunk,
+        HEADS=heads, EVEN=config.even, num_warps=max(1, heads * D // 128) * max(1, chunk // 8), **following(),
     )  # fmt: skip
     return out
+
+
+def _bins(B: int) -> int:
+    """B sequences rounded up to one of few sizes: a kernel is compiled for each."""
+    bins = 128
+    while bins < B:
+        bins *= 4
+    return bins
+
+
+def _heads_together(R: int, D: int) -> int:
+    """Query heads that one program combines: a power of two that divides R, of at most 512 values."""
+    heads = R & -R
+    while heads > 1 and heads * D > 512:
+        heads //= 2
+    return heads

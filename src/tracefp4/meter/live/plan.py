@@ -6,16 +6,18 @@ import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tracefp4.config import ConfigError, load_config
 from tracefp4.errors import TracefpError
-from tracefp4.loop import RunConfig
-from tracefp4.loop.parts import Parts
+from tracefp4.loop.config import RunConfig
 from tracefp4.report.logger import CONFIG
 from tracefp4.saves import CHECKPOINT
 from tracefp4.tasks import Prompt
 from tracefp4.tasks.rows import Row, read_rows
+
+if TYPE_CHECKING:
+    from tracefp4.loop.parts import Parts
 
 PROMPT_KEYS = ("prompt", "messages", "question", "problem", "text", "input")
 

@@ -17,6 +17,7 @@ from tracefp4.guidance.store import MemoryStore
 from tracefp4.loop.parts import Parts, model_path, preflight
 from tracefp4.meter.findings import Verdict, number
 from tracefp4.meter.live.attribution import Attribution, Distance, attribute
+from tracefp4.meter.live.experts import SHOWN, ExpertShare, by_expert, expert_causes
 from tracefp4.meter.live.plan import LiveRequest, read_prompts
 from tracefp4.meter.live.scoring import Conditions, TrainerScorer, prefill_logprobs
 from tracefp4.meter.live.switches import Switchboard, Switches
@@ -64,6 +65,7 @@ class LiveResult:
     metrics: dict[str, float]
     codes: dict[str, float]
     outliers: list[dict[str, Any]]
+    experts: list[ExpertShare] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -77,6 +79,7 @@ class LiveResult:
             "over_floor": {"value": value, "low": low, "high": high},
             **self.attribution.as_dict(),
             "code_mismatch": self.codes,
+            "experts": [e.as_dict() for e in self.experts],
             "outliers": self.outliers,
             "notices": self.notices,
         }
@@ -118,7 +121,7 @@ def prepare(
     """Loads both sides, generates, and keeps the full codes of every response."""
     config = parts.config
     store = MemoryStore()
-    model = load_policy(parts.path, parts.train.dtype).eval()
+    model: Any = load_policy(parts.path, parts.train.dtype).eval().to(parts.device)
     engine = parts.make_engine(store)
     weights = model if request.rollout is None else load_policy(model_path(request.rollout), parts.train.dtype)
     try:
@@ -147,7 +150,8 @@ def prepare(
     context = prepare_model(model, parts.recipe, parts.method.forward)
     board = Switchboard(model, context, engine)
     pad = parts.tokenizer.pad_token_id
-    scorer = TrainerScorer(model, board, builder, store, trajectories, config.train.micro_batch_size, pad)
+    size = config.train.micro_batch_size
+    scorer = TrainerScorer(model, board, builder, store, trajectories, size, pad, parts.device)
     rollout = [t.logprobs.double() for t in trajectories]
     setup = Setup(parts, engine, scorer, trajectories, rollout)
     if request.rollout_logprobs == "raw" and setup.temperature != 1:
@@ -168,6 +172,8 @@ def _measured(request: LiveRequest, setup: Setup, floor: Distance, say: Say) -> 
     rates = setup.scorer.rates
     full = Distance.of(train, setup.rollout)
     attribution = attribute(setup, train, full, conditions, request, say)
+    experts = by_expert(setup.trajectories, setup.scorer.builder.moe_layers, train, setup.rollout)
+    attribution.causes += expert_causes(experts) if full.mean > request.band * max(floor.mean, LEAST_FLOOR) else []
     ratio = _ratio(full, floor)
     a, b = torch.cat(train), torch.cat(setup.rollout)
     cap = setup.parts.config.train.tis_cap
@@ -181,6 +187,7 @@ def _measured(request: LiveRequest, setup: Setup, floor: Distance, say: Say) -> 
         metrics=mismatch_metrics(a, b) | importance_metrics(a - b, cap),
         codes=observer.metrics(),
         outliers=_outliers(setup, train, rates),
+        experts=experts[:SHOWN],
         notices=_notices(setup),
     )
 
@@ -222,6 +229,8 @@ def _facts(request: LiveRequest, setup: Setup) -> dict[str, Any]:
         "recipe_hash": parts.recipe.hash,
         "formats": {k: getattr(parts.recipe, k) for k in ("weights", "activations", "kv")},
         "dtype": parts.train.dtype,
+        "device": parts.device,
+        "backend": setup.engine.config.backend,
         "prompts": "held-out problems of the task" if request.prompts is None else Path(request.prompts).name,
         "responses": len(setup.trajectories),
         "tokens": int(sum(t.num_sampled for t in setup.trajectories)),

@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tracefp4.device import to_device
 from tracefp4.guidance import full_bits
 from tracefp4.guidance.store import GuidanceStore
 from tracefp4.meter.live.switches import Batch, Switchboard, Switches
 from tracefp4.nn import SiteObserver
 from tracefp4.rollout.engine import RolloutEngine
+from tracefp4.rollout.kernel_model import Context, KernelModel, KernelStep, Span
 from tracefp4.rollout.kv_pool import make_kv_pool
 from tracefp4.rollout.model import StepInput
+from tracefp4.rollout.paged_pool import PagedPool
 from tracefp4.train.slices import MicroBatchBuilder, RowCounts, assemble, fetch, split_micro_batches
 from tracefp4.types import TrainBatch, Trajectory
 
@@ -44,7 +47,9 @@ class TrainerScorer:
         trajectories: Sequence[Trajectory],
         micro_batch_size: int,
         pad_id: int,
+        device: str = "cpu",
     ) -> None:
+        self.device = device
         self.model, self.board, self.builder, self.store = model, board, builder, store
         self.trajectories = list(trajectories)
         order = {id(t): i for i, t in enumerate(self.trajectories)}
@@ -57,7 +62,7 @@ class TrainerScorer:
     def _prepare(
         self, group: list[Trajectory], order: dict[int, int], pad_id: int
     ) -> tuple[TrainBatch, Any, Batch, list[int]]:
-        batch = TrainBatch.collate(group, pad_id)
+        batch = TrainBatch.collate(group, pad_id, self.device)
         micro = self.builder.build(batch, 0, RowCounts())
         T = batch.input_ids.shape[1]
         prompt = torch.zeros(batch.input_ids.shape, dtype=torch.bool)
@@ -66,7 +71,7 @@ class TrainerScorer:
         return (
             batch,
             micro,
-            Batch(self._records(group, T), prompt.view(-1), micro.experts),
+            Batch(self._records(group, T), to_device(prompt.view(-1), self.device), micro.experts),
             [order[id(t)] for t in group],
         )
 
@@ -79,7 +84,7 @@ class TrainerScorer:
             return {}
         usable = [None if r is None else r.valid for r in records]
         bits = full_bits(next(name for name in (recipe.activations, recipe.kv) if name is not None))
-        return assemble(records, usable, recipe, bits, known[0].layers, self.builder.widths, T)
+        return assemble(records, usable, recipe, bits, known[0].layers, self.builder.widths, T, self.device)
 
     @torch.no_grad()
     def score(
@@ -89,8 +94,8 @@ class TrainerScorer:
         observer: SiteObserver | None = None,
         rates: bool = False,
     ) -> list[Tensor]:
-        """f64 [R] of every trajectory, in their order. rates: keep each row's share of other slots in "
-        "``self.rates``."""
+        """f64 [R] of every trajectory, in their order, on the host. rates: keep each row's share of other slots in
+        ``self.rates``."""
         out: list[Tensor] = [torch.empty(0)] * len(self.trajectories)
         if rates:
             self.rates = [{}] * len(self.trajectories)
@@ -101,16 +106,17 @@ class TrainerScorer:
                 board.batch, board.observer = mine, observer
                 mine.rates = {} if rates else None
                 micro.experts = board.replayed()
+                mask = None if batch.input_ids.is_cuda else batch.attention_mask  # as the trainer does
                 try:
                     with context.armed(micro, observer) as kwargs:
                         logits = self.model(
-                            input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, **kwargs
+                            input_ids=batch.input_ids, attention_mask=mask, use_cache=False, **kwargs
                         ).logits[:, :-1]
                 finally:
                     board.batch, board.observer = None, None
                     micro.experts = mine.experts
                 logp = torch.log_softmax(logits.float() / conditions.temperature, dim=-1)
-                logp = logp.gather(-1, batch.input_ids[:, 1:, None])[..., 0].double()
+                logp = logp.gather(-1, batch.input_ids[:, 1:, None])[..., 0].double().cpu()
                 for b, index in enumerate(indices):
                     t = self.trajectories[index]
                     start = len(t.prompt_ids) - 1
@@ -118,7 +124,7 @@ class TrainerScorer:
                     if mine.rates is not None:
                         width = batch.input_ids.shape[1]
                         rows = slice(b * width + start, b * width + start + len(t.response_ids))
-                        self.rates[index] = {where: r[rows] for where, r in mine.rates.items()}
+                        self.rates[index] = {where: r[rows].cpu() for where, r in mine.rates.items()}
         return out
 
 
@@ -126,9 +132,16 @@ class TrainerScorer:
 def prefill_logprobs(engine: RolloutEngine, trajectory: Trajectory, temperature: float) -> Tensor:
     """f64 [R]: the engine's log-probs of a finished trajectory, all rows in one step and over a cache of its own, where
     generation took them one by one among other sequences."""
-    shape, model, recipe = engine.shape, engine.model, engine.recipe
-    tokens = torch.tensor(trajectory.token_ids)
-    n = len(tokens) - 1
+    tokens = torch.tensor(trajectory.token_ids, device=engine.device)
+    first = len(trajectory.prompt_ids) - 1
+    logits = (_prefill if engine.kernels is None else _kernel_prefill)(engine, tokens[:-1], first)
+    logp = torch.log_softmax(logits.float() / temperature, dim=-1)
+    return logp.gather(-1, tokens[first + 1 :, None])[:, 0].double().cpu()
+
+
+def _prefill(engine: RolloutEngine, tokens: Tensor, first: int) -> Tensor:
+    """Logits of the rows from ``first`` on, [n - first, V]."""
+    shape, model, recipe, n = engine.shape, engine.model, engine.recipe, len(tokens)
     scale = recipe.site_encode_scale("key")
     pool = make_kv_pool(
         shape.layers,
@@ -140,9 +153,15 @@ def prefill_logprobs(engine: RolloutEngine, trajectory: Trajectory, temperature:
         float(scale) if scale is not None else None,
         engine.device,
     )
-    rows = torch.arange(n)
-    first = len(trajectory.prompt_ids) - 1
-    step = StepInput(tokens[:-1], rows, rows, rows[None], rows[None], rows[first:])
-    logits, _ = model.forward(step, pool)
-    logp = torch.log_softmax(logits.float() / temperature, dim=-1)
-    return logp.gather(-1, tokens[first + 1 :, None])[:, 0].double()
+    rows = torch.arange(n, device=engine.device)
+    logits, _ = model.forward(StepInput(tokens, rows, rows, rows[None], rows[None], rows[first:]), pool)
+    return logits
+
+
+def _kernel_prefill(engine: RolloutEngine, tokens: Tensor, first: int) -> Tensor:
+    model, n, page = engine.model, len(tokens), engine.config.page_size
+    assert isinstance(model, KernelModel)
+    pool = PagedPool(engine.shape, engine.recipe, -(-n // page), page, engine.device, model.backend)
+    rows = torch.arange(n, device=engine.device)
+    step = KernelStep(tokens, rows, rows, contexts=(Context(rows, (Span(0, n, 0, n),)),), last_rows=rows[first:])
+    return model.run(step, pool)

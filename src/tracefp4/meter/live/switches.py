@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tracefp4.errors import TracefpError
 from tracefp4.formats import QuantizedBlocks, get_format
 from tracefp4.guidance import CompactGuidance, decode
-from tracefp4.kernels.grouped_experts import ExpertMatrices
+from tracefp4.kernels.grouped_experts import ExpertMatrices, PackedExperts
 from tracefp4.nn import GuidanceContext, SiteObserver, fake_quantize
 from tracefp4.nn.observe import slot_index
 from tracefp4.recipe import QuantRecipe
@@ -269,7 +269,14 @@ def _dense(prefix: str, gate_up: Tensor, down: Tensor) -> dict[str, Tensor]:
 
 def _matrices(weights: Experts) -> Tensor:
     """Values, [E, O, I]: the operand times 1/S, as the epilogue applies it."""
+    if isinstance(weights, Tensor):
+        return weights
+    if isinstance(weights, PackedExperts):
+        return weights.operands() * weights.epilogue[:, None, None]
     if not isinstance(weights, ExpertMatrices):
-        raise TracefpError('the meter reads the weights of the engine in plain torch: set rollout.backend="torch"')
+        raise TracefpError(
+            'the meter does not read weights laid out for FP4 matrix units: set rollout.backend="triton", which has '
+            "the same values"
+        )
     operand, epilogue = weights.operand_EOI, weights.epilogue_E
     return operand if epilogue is None else operand * epilogue[:, None, None]

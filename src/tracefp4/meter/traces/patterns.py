@@ -238,9 +238,9 @@ def shape_of_broad(tokens: Tokens) -> Figures:
     per_id = 0.0
     if tokens.ids is not None and len(a) > 200:
         _, inverse = np.unique(tokens.ids[ok], return_inverse=True)
-        counts = np.bincount(inverse)
-        means = np.bincount(inverse, weights=a - b) / np.maximum(counts, 1)
-        total = float(((a - b) ** 2).sum())
+        counts, delta = np.bincount(inverse), (a - b) - (a - b).mean()  # a distance of one sign is no matter of ids
+        means = np.bincount(inverse, weights=delta) / np.maximum(counts, 1)
+        total = float((delta**2).sum())
         chance = (len(counts) - 1) / (len(inverse) - 1)  # as much do the means of that many groups explain of noise
         share = float((counts * means**2).sum()) / total if total else 0.0
         per_id = max(0.0, (share - chance) / (1 - chance)) if chance < 1 else 0.0

@@ -14,6 +14,7 @@ from tracefp4.meter.findings import Finding, Verdict, number
 from tracefp4.meter.traces.figures import Figures, measure
 from tracefp4.meter.traces.layouts import Names
 from tracefp4.meter.traces.pairing import ALIGNED, Pairs, pair_rows
+from tracefp4.meter.traces.partial import partial
 from tracefp4.meter.traces.patterns import STALE, VALUE_PATTERNS, broad
 from tracefp4.meter.traces.reading import Table, read_table
 from tracefp4.meter.traces.sampling import draw
@@ -143,20 +144,15 @@ def _value_findings(a: Table, b: Table, pairs: Pairs, request: TraceRequest) -> 
     tokens = draw(a, b, pairs)
     if not tokens.rows:
         return []
-    found: list[Finding] = []
-    for pattern in VALUE_PATTERNS:
-        named = pattern.find(tokens)
-        if named is not None:
-            found.append(named)
-            break
-    else:
-        stale = STALE.find(tokens)
-        if stale is not None:
-            found.append(stale)
-    if not found:
-        wide = broad(tokens, ceiling(request)[0])
-        found += [wide] if wide is not None else []
-    return found
+    limit = ceiling(request)[0]
+    stale = STALE.find(tokens)
+    # A fault of some rows, seen over all of them, can look like a weaker one of all.
+    part = None if stale is not None else partial(tokens, a, pairs, limit)
+    if part is not None:
+        return [part]
+    named = next((found for pattern in VALUE_PATTERNS if (found := pattern.find(tokens)) is not None), None)
+    first = named or stale or broad(tokens, limit)
+    return [] if first is None else [first]
 
 
 def _undefined(first: dict[str, Any]) -> Finding:

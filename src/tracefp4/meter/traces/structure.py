@@ -356,7 +356,7 @@ def shift_errors(tokens: Tokens) -> NDArray[np.float64]:
     return out
 
 
-def _best_shift(errors: NDArray[np.float64]) -> int:
+def best_shift(errors: NDArray[np.float64]) -> int:
     """The shift under which most rows are much nearer than unshifted; 0 where there is none."""
     use = errors[~np.isnan(errors).any(1)]
     if len(use) < 2:
@@ -372,12 +372,12 @@ def _shifted_values(a: Table, b: Table, pairs: Pairs) -> tuple[Pairs, Finding | 
     if tokens.rows < 2:
         return pairs, None
     errors = shift_errors(tokens)
-    shift = _best_shift(errors)
+    shift = best_shift(errors)
     if shift == 0:
         return pairs, None
     means = np.nanmean(errors, axis=0)
     rng = np.random.default_rng(0)
-    again = [_best_shift(errors[rng.integers(0, len(errors), len(errors))]) for _ in range(RESAMPLES)]
+    again = [best_shift(errors[rng.integers(0, len(errors), len(errors))]) for _ in range(RESAMPLES)]
     count = abs(shift)
     early = "early" if shift > 0 else "late"
     where = f"t {'+' if shift > 0 else '-'} {count}"

@@ -46,6 +46,18 @@ class Check(ABC):
         """TracefpError that names the first problem whose reference answer this check cannot use."""
         return
 
+    def refusals(self, prompts: Sequence[Prompt]) -> list[str]:
+        """Of each problem why ``validate`` would refuse it, "" where it would not."""
+        found = []
+        for prompt in prompts:
+            try:
+                self.validate([prompt])
+            except CheckError as error:
+                found.append(str(error))
+            else:
+                found.append("")
+        return found
+
     def metrics(self) -> dict[str, float]:
         """The counts since the last call, under the names of a step's metrics: ``check/timeouts`` and so on."""
         since = {f"check/{name}": float(self.counts[name] - self._reported[name]) for name in self.COUNTS}

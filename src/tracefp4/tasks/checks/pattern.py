@@ -6,13 +6,13 @@ import re
 from collections.abc import Sequence
 
 from tracefp4.tasks.base import Prompt
-from tracefp4.tasks.checks.base import Check, CheckError
+from tracefp4.tasks.checks.base import CheckError
 from tracefp4.tasks.checks.config import CheckConfig
 from tracefp4.tasks.checks.extract import extract
-from tracefp4.tasks.checks.pool import WorkerPool
+from tracefp4.tasks.checks.pool import WorkerPool, YesNoCheck
 
 
-class RegexCheck(Check):
+class RegexCheck(YesNoCheck):
     """1.0 where the pattern (of the config, else the problem's answer) matches, else 0.0.
 
     Raises:
@@ -35,18 +35,8 @@ class RegexCheck(Check):
         where = "whole" if self.config.extract == "auto" else self.config.extract
         answers = [extract(text, where, self.config.marker) for text in responses]
         patterns = [p.answer if self.config.pattern is None else self.config.pattern for p in prompts]
-        jobs = [(p, answer) for p, answer in zip(patterns, answers, strict=True) if answer is not None]
-        outcomes = iter(self._pool.run(jobs))
-        scores = []
-        for answer in answers:
-            outcome = next(outcomes) if answer is not None else None
-            if outcome is not None and outcome.kind != "value":
-                self.counts["timeouts" if outcome.kind == "timeout" else "errors"] += 1
-            scores.append(float(outcome is not None and outcome.value is True))
-        return scores
-
-    def close(self) -> None:
-        self._pool.close()
+        pairs = zip(patterns, answers, strict=True)
+        return self.judge([None if answer is None else (pattern, answer) for pattern, answer in pairs])
 
 
 def _compile(pattern: str, what: str) -> None:

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from tracefp4.tasks.checks.base import CheckError, usable_cores
+from tracefp4.tasks.checks.base import Check, CheckError, usable_cores
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -150,6 +150,26 @@ def _start_problem(handler: str, outcome: Outcome) -> str:
         return str(outcome.value["message"])
     what = f"did not start within {START_SECONDS:g} s" if outcome.kind == "timeout" else str(outcome.value)
     return f"the worker process of the check ({handler}) {what} while it imported what it needs"
+
+
+class YesNoCheck(Check):
+    """A check whose workers answer True or False; a subclass makes ``_pool``."""
+
+    _pool: WorkerPool
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def judge(self, jobs: Sequence[Any | None]) -> list[float]:
+        """1.0 where a worker says True, else 0.0. None is a response without an answer, which no worker sees."""
+        outcomes = iter(self._pool.run([job for job in jobs if job is not None]))
+        scores = []
+        for job in jobs:
+            outcome = None if job is None else next(outcomes)
+            if outcome is not None and outcome.kind != "value":
+                self.counts["timeouts" if outcome.kind == "timeout" else "errors"] += 1
+            scores.append(float(outcome is not None and outcome.value is True))
+        return scores
 
 
 class _Worker:

@@ -7,13 +7,12 @@ stays inside C code; here they are off and a worker that does not answer is kill
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from tracefp4.tasks.base import Prompt
-from tracefp4.tasks.checks.base import Check, CheckError
+from tracefp4.tasks.checks.base import CheckError
 from tracefp4.tasks.checks.config import CheckConfig
 from tracefp4.tasks.checks.extract import extract, first_of
-from tracefp4.tasks.checks.pool import WorkerPool
+from tracefp4.tasks.checks.pool import WorkerPool, YesNoCheck
 
 _MAX_ANSWER = 1000
 """Characters of an extracted answer; a longer one scores 0 unread."""
@@ -21,7 +20,7 @@ _TAIL = 4000
 r"""Characters at a response's end that are searched for the last expression where nothing marks the answer."""
 
 
-class MathCheck(Check):
+class MathCheck(YesNoCheck):
     r"""1.0 where the answer equals the reference, else 0.0.
 
     With ``extract = "auto"`` the answer is the last ``\boxed{}``, else what follows the last marker, else the
@@ -35,36 +34,30 @@ class MathCheck(Check):
 
     def validate(self, prompts: Sequence[Prompt]) -> None:
         """TracefpError that names the first problem whose reference answer math-verify cannot read."""
-        new = [p for p in {p.answer: p for p in reversed(prompts)}.values() if p.answer not in self._usable]
-        outcomes = self._pool.run([{"gold": self._gold(p.answer), "answer": None} for p in new])
-        readable = {p.answer: o for p, o in zip(new, outcomes, strict=True)}
-        self._usable |= {answer for answer, outcome in readable.items() if outcome.value is True}
-        for prompt in prompts:
-            if prompt.answer not in self._usable:
-                outcome = readable[prompt.answer]
-                why = "took too long to read" if outcome.kind == "timeout" else "cannot be read by math-verify"
-                raise CheckError(
-                    f'the answer of problem {prompt.id}, {prompt.answer!r}, {why}; mend it, or use kind = "exact"'
-                )
+        for refusal in self.refusals(prompts):
+            if refusal:
+                raise CheckError(refusal)
+
+    def refusals(self, prompts: Sequence[Prompt]) -> list[str]:
+        new = [answer for answer in dict.fromkeys(p.answer for p in prompts) if answer not in self._usable]
+        outcomes = self._pool.run([{"gold": self._gold(answer), "answer": None} for answer in new])
+        read = dict(zip(new, outcomes, strict=True))
+        self._usable |= {answer for answer, outcome in read.items() if outcome.value is True}
+        found = []
+        for p in prompts:
+            why = ""
+            if p.answer not in self._usable:
+                slow = read[p.answer].kind == "timeout"
+                what = "took too long to read" if slow else "cannot be read by math-verify"
+                why = f'the answer of problem {p.id}, {p.answer!r}, {what}; mend it, or use kind = "exact"'
+            found.append(why)
+        return found
 
     def score_batch(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
         self.validate(prompts)
         answers = [self._answer(text) for text in responses]
-        pairs = list(zip(prompts, answers, strict=True))
-        jobs: list[dict[str, Any]] = [
-            {"gold": self._gold(p.answer), "answer": answer} for p, answer in pairs if answer is not None
-        ]
-        outcomes = iter(self._pool.run(jobs))
-        scores = []
-        for answer in answers:
-            outcome = next(outcomes) if answer is not None else None
-            if outcome is not None and outcome.kind != "value":
-                self.counts["timeouts" if outcome.kind == "timeout" else "errors"] += 1
-            scores.append(float(outcome is not None and outcome.value is True))
-        return scores
-
-    def close(self) -> None:
-        self._pool.close()
+        pairs = zip(prompts, answers, strict=True)
+        return self.judge([None if a is None else {"gold": self._gold(p.answer), "answer": a} for p, a in pairs])
 
     def _gold(self, text: str) -> list[str]:
         found = first_of(text, self.config.marker)

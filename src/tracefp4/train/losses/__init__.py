@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from tracefp4.errors import TracefpError
+from tracefp4.train.config import ScoreCenteringConfig, TBPOConfig, TrainConfig, TriageConfig
 from tracefp4.train.losses.base import LossTerms, PolicyLoss, Sums, TokenBatch
 from tracefp4.train.losses.grpo import GRPO, grpo_loss
-from tracefp4.train.losses.score_centering import ScoreCentering, ScoreCenteringConfig, score_centering_loss
-from tracefp4.train.losses.tbpo import TBPO, TBPOConfig, tbpo_loss
-from tracefp4.train.losses.triage import Triage, TriageConfig, triage_loss
-
-if TYPE_CHECKING:
-    from tracefp4.train.trainer import TrainConfig
+from tracefp4.train.losses.score_centering import ScoreCentering, score_centering_loss
+from tracefp4.train.losses.tbpo import TBPO, tbpo_loss
+from tracefp4.train.losses.triage import Triage, triage_loss
 
 LOSSES = ("grpo", "tbpo", "score_centering", "triage")
 

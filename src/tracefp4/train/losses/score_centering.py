@@ -11,22 +11,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from pydantic import Field
 
-from tracefp4.config import StrictModel
+from tracefp4.train.config import ScoreCenteringConfig
 from tracefp4.train.losses.base import MAX_LOG_RATIO, LossTerms, TokenBatch, masked, mean_over, share
 
 _TAIL = 1e-6
 """Below this mass of the tail (a head that is the whole vocabulary, or rounding) its ratio means nothing; its factor
 then is 1, and multiplies a term that is as small as the mass itself."""
-
-
-class ScoreCenteringConfig(StrictModel):
-    """cap: C, where the ratio p / q is truncated. top_logprobs: k, tokens of the rollout's head; the vocabulary where
-    that is smaller."""
-
-    cap: float = Field(2.0, ge=1, le=1e6)
-    top_logprobs: int = Field(128, ge=1, le=1 << 20)
 
 
 @dataclass(frozen=True)

@@ -6,21 +6,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from tracefp4.config import StrictModel
+from tracefp4.train.config import TBPOConfig
 from tracefp4.train.losses.base import MAX_LOG_RATIO, LossTerms, TokenBatch, masked, mean_over, share
 
-
-class TBPOConfig(StrictModel):
-    """eps_low, eps_high: the band of the geometric-mean ratio of a response of ``reference_length`` tokens is
-    [1 - eps_low, 1 + eps_high]. A shorter response's is wider by sqrt(reference_length / length): the mean of n token
-    log-ratios spreads like 1 / sqrt(n). reference_length 0: one band for all lengths."""
-
-    eps_low: float = Field(3e-4, gt=0, lt=1)
-    eps_high: float = Field(4e-4, gt=0, le=1e6)
-    reference_length: int = Field(4096, ge=0)
+WEIGHT_FAR = 0.1
+"""A response's weight counts as far from 1 beyond this: nothing caps it. It is a mean over tokens: 0.1 is much."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +66,7 @@ def tbpo_loss(
         "tbpo/dropped_share_negative": share(dropped, answered & (A < 0)),
         "tbpo/ratio_abs_log_mean": mean_over(ratio.detach().log().abs(), answered),
         "tbpo/weight_mean": mean_over(weight, answered),
+        "tbpo/weight_far_share": share((weight - 1).abs() > WEIGHT_FAR, answered),
     }
     each = torch.ones_like(batch.logprobs)
     return LossTerms(

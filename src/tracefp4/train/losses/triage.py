@@ -7,43 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor
 
-from tracefp4.config import StrictModel
+from tracefp4.train.config import TriageConfig
 from tracefp4.train.losses.base import LossTerms, TokenBatch, masked, mean_over, share
 from tracefp4.train.losses.grpo import grpo_loss
-
-
-class TriageConfig(StrictModel):
-    """delta = log p_train - log p_rollout of a token.
-
-    gate_segment: tokens of a gated segment; its weight is severe_weight where mean delta < severe_below, mild_weight
-    where it is < mild_below, else 1; and at most 1 - tail_drop * min(n / tail_count, 1), n of its tokens having delta <
-    tail_below. repair_segment: tokens of a repaired segment; repair_margin: by how much its mean delta may lie below 0;
-    repair_beta: beta of the pseudo-Huber penalty of what lies below; repair_coef: its coefficient. tis_cap: bound of
-    the importance weight.
-    """
-
-    gate_segment: int = Field(64, ge=1)
-    mild_below: float = Field(-0.5, le=0)
-    mild_weight: float = Field(0.3, ge=0, le=1)
-    severe_below: float = Field(-1.5, le=0)
-    severe_weight: float = Field(0.1, ge=0, le=1)
-    tail_below: float = Field(-6.0, le=0)
-    tail_count: int = Field(2, ge=1)
-    tail_drop: float = Field(0.9, ge=0, le=1)
-    repair_segment: int = Field(128, ge=1)
-    repair_margin: float = Field(0.03, ge=0)
-    repair_beta: float = Field(5e-4**0.5, gt=0)
-    repair_coef: float = Field(0.015, ge=0)
-    tis_cap: float = Field(2.0, ge=1, le=1e6)
-
-    @model_validator(mode="after")
-    def _ordered(self) -> TriageConfig:
-        if self.severe_below > self.mild_below:
-            raise ValueError("train.triage.severe_below must not lie above train.triage.mild_below")
-        return self
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""The guided forward inside Megatron-core's GPTModel (docs/verl.md, section Megatron)."""
