@@ -49,6 +49,20 @@ def test_every_bound_can_break(mode: str, changed: list[dict[str, float]], words
     assert sentence.startswith(words)
 
 
+def test_overrides_may_follow_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+
+    def run(folder: Path, mode: str, steps: int, overrides: list[str]) -> list[dict[str, float]]:
+        asked.append((mode, steps, overrides[-2:]))
+        return lines(0.001)
+
+    monkeypatch.setattr(acceptance, "run", run)
+    monkeypatch.setattr("sys.argv", ["acceptance.py", str(tmp_path), "--modes", "bf16", "a.b=1", "--steps", "2", "c=3"])
+    with pytest.raises(SystemExit, match="0"):
+        acceptance.main()
+    assert asked == [("bf16", 2, ["a.b=1", "c=3"])]
+
+
 def test_steps_are_read_from_verls_file_logger(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     logged = [{"step": 0, "data": {"val/reward": 1.0}}, {"step": 1, "data": {acceptance.DIFF: 0.5}}]

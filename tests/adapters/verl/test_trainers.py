@@ -34,7 +34,7 @@ def make_trainer(mode: str, monkeypatch: pytest.MonkeyPatch, **agent: Any) -> tu
             "reward": {"reward_model": {"enable": False}},
             "actor_rollout_ref": {
                 "model": {"override_config": settings},
-                "actor": {"ppo_mini_batch_size": 2},
+                "actor": {"ppo_mini_batch_size": 2, "policy_loss": {"loss_mode": "vanilla"}},
                 "rollout": rollout,
             },
             "trainer": {"v1": {"trainer_mode": f"tracefp4_{mode}", "separate_async": {"parameter_sync_step": 4,

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tracefp4.adapters.verl.probes import probe_handle
 from tracefp4.adapters.verl.rows import LossWatch, read_trajectory
 from tracefp4.adapters.verl.segments import SegmentBuilder
 from tracefp4.adapters.verl.settings import AdapterSettings
@@ -90,11 +91,13 @@ class GuidedForward:
                         "while the model was sharded"
                     )
 
-    def micro_batch(self, rows: Sequence[Row], version: int | None) -> tuple[MicroBatch, RowCounts, int]:
+    def micro_batch(
+        self, rows: Sequence[Row], version: int | None, probing: bool = False
+    ) -> tuple[MicroBatch, RowCounts, int]:
         """(guidance of a padded micro-batch, its row counts, the version it was taken at).
 
-        version: the trainer's; None takes the newest that these rows were rolled out under. Raises GuidanceError where
-        a row's recipe differs.
+        version: the trainer's; None takes the newest that these rows were rolled out under. probing: read the full
+        codes of probed rows too. Raises GuidanceError where a row's recipe differs.
         """
         trajectories = [read_trajectory(r.tokens, r.prompt_tokens, r.note, r.routed, self.recipe.hash) for r in rows]
         if version is None:
@@ -102,6 +105,8 @@ class GuidedForward:
         for row, trajectory in zip(rows, trajectories, strict=True):
             if not row.eligible:
                 trajectory.segments, trajectory.routed_experts = (), None
+            elif probing:
+                trajectory.probe = probe_handle(trajectory, self.recipe.hash)
         counts = RowCounts()
         batch = TrainBatch.collate(trajectories, self.pad_id, rows[0].tokens.device)
         micro = self.builder.build(batch, version, counts)

@@ -17,7 +17,7 @@ ROLLOUT_NAME = "tracefp4"
 
 
 def register() -> None:
-    """Registers platform, replica, server adapter, FSDP engine, checkpoint engine and trainers.
+    """Registers platform, replica, server adapter, FSDP engine, checkpoint engine, losses and trainers.
 
     Raises TracefpError for another verl.
     """
@@ -25,9 +25,10 @@ def register() -> None:
     platform.install()
     RolloutReplicaRegistry.register(ROLLOUT_NAME, _load_replica)
     _ROLLOUT_REGISTRY[ROLLOUT_NAME, "async"] = "tracefp4.adapters.verl.server_adapter.ServerAdapter"
-    from tracefp4.adapters.verl import engine, trainer, transfer
+    from tracefp4.adapters.verl import engine, losses, trainer, transfer
 
     engine.register()
+    losses.register()
     transfer.register()
     trainer.register()
 

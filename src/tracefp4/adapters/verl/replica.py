@@ -16,6 +16,7 @@ from verl.workers.config import RolloutConfig as VerlRolloutConfig
 from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
 from tracefp4.adapters.verl.host import EngineHost
+from tracefp4.adapters.verl.probes import PROBED, Probes
 from tracefp4.adapters.verl.rows import FIELD, replay_field, stack_experts
 from tracefp4.adapters.verl.sampling import RequestSeeds, to_sampling_params
 from tracefp4.adapters.verl.segments import make_note
@@ -56,6 +57,7 @@ class RolloutServer:
         self.engine = RolloutEngine(hf_config, self.recipe, sizes, self.store, device)
         self.host = EngineHost(self.engine)
         self.seeds = RequestSeeds(c.seed + (0 if c.full_determinism else 1_000_003 * replica_rank))
+        self.probes = Probes(settings.probe.every, settings.probe.responses)
         eos = model.tokenizer.eos_token_id
         extra = getattr(model.generation_config, "eos_token_id", None) or []
         self.stop = () if c.ignore_eos else tuple({eos, *([extra] if isinstance(extra, int) else extra)})
@@ -85,8 +87,10 @@ class RolloutServer:
         limit = min(c.response_length, c.prompt_length + c.response_length - len(prompt))
         seed = self.seeds.next(self.engine.version, prompt)
         sampling = to_sampling_params(sampling_params, len(prompt), limit, self.max_model_len, self.stop, seed)
+        probe = self.probes.take(self.engine.version, prompt, sampling.temperature)
         # Not verl's id: under full_determinism it comes again with every turn and step, and a record is written once.
-        request = Request(f"{self.replica_rank}/{uuid4().hex}", prompt, sampling)
+        name = f"{self.replica_rank}/{uuid4().hex}{PROBED if probe else ''}"
+        request = Request(name, prompt, sampling, probe)
         return self._output(await asyncio.wrap_future(self.host.submit(request)))
 
     def _output(self, t: Trajectory) -> TokenOutput:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -16,6 +17,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.device import get_device_name
 
 from tracefp4.adapters.verl.figures import rename_figures, segment_metrics
+from tracefp4.adapters.verl.losses import select_loss
 from tracefp4.adapters.verl.rows import note_of
 from tracefp4.adapters.verl.settings import KEY, read_settings
 from tracefp4.align.metrics import importance_metrics, mismatch_metrics
@@ -41,19 +43,50 @@ class _Figures(PPOTrainer):
         if not config.actor_rollout_ref.rollout.calculate_log_probs:
             raise TracefpError("set actor_rollout_ref.rollout.calculate_log_probs=True: the distance needs log-probs")
         with open_dict(config):
+            if chosen := select_loss(config, settings.mode):
+                print(f"tracefp4: method {settings.method} sets actor_rollout_ref.actor: {chosen}")
             config.trainer.v1.trainer_mode = self.stock_mode  # verl compares it with its own names
             agent = config.actor_rollout_ref.rollout.agent
             agent.agent_loop_manager_class = agent.get("agent_loop_manager_class") or MANAGER
         super().__init__(config)
 
+    def fit(self, agent_loop_manager: Any) -> None:
+        """Raises TracefpError where verl stopped because a rollout server had died."""
+        try:
+            super().fit(agent_loop_manager)
+        except Exception as error:
+            self._check_servers(error)
+            raise
+
+    def _add_prompts_to_generate(self, num_prompts: int) -> Any:
+        self._check_servers()  # of a dead server every prompt fails, and verl would replace them for ever
+        return super()._add_prompts_to_generate(num_prompts)
+
+    def _check_servers(self, error: Exception | None = None) -> None:
+        """Raises TracefpError where rollout servers died, because of ``error``."""
+        servers = [server for manager in self._rollout_server_managers() for server in manager.server_handles]
+        if dead := dead_servers(servers):
+            raise TracefpError(
+                f"{dead} of {len(servers)} rollout servers of rollout.name=tracefp4 died (the node's Ray logs say why; "
+                "often it is memory): start again with trainer.resume_mode=auto"
+            ) from error
+
+    def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        wanted = self.config.data.train_batch_size // self.parameter_sync_step * self.config.actor_rollout_ref.rollout.n
+        metrics["rollout/missing_responses"] = float(max(0, wanted - len(batch.keys)))  # verl pads them with nothing
+        return super()._balance_batch(batch, metrics, *args, **kwargs)
+
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         batch = super()._compute_old_log_prob(batch, metrics)
+        correction = self.config.algorithm.rollout_correction
+        if correction.get("bypass_mode", False):
+            return batch  # old log-probs are the rollout's: there is no distance to see
         fields = ["old_log_probs", "rollout_log_probs", "response_mask", "extra_fields"]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
         old, rollout = (_flat(data[name]) for name in fields[:2])
         mask = _flat(data["response_mask"]).bool()
         metrics.update(mismatch_metrics(old[mask], rollout[mask]))
-        cap = self.config.algorithm.rollout_correction.get("rollout_is_threshold") or 5.0
+        cap = correction.get("rollout_is_threshold") or 5.0
         upper = float(str(cap).rpartition("_")[2])  # verl also takes "lower_upper"
         metrics.update(importance_metrics(old[mask] - rollout[mask], upper))
         if notes := [note for extra in data["extra_fields"] if (note := note_of(extra)) is not None]:
@@ -64,6 +97,19 @@ class _Figures(PPOTrainer):
         batch = super()._update_actor(batch, metrics)
         rename_figures(metrics)
         return batch
+
+
+def dead_servers(servers: Sequence[Any], seconds: float = 10.0) -> int:
+    """How many of these rollout servers (actor handles) have died; one that only takes long has not."""
+    dead = 0
+    for server in servers:
+        try:
+            ray.get(server.recipe_hash.remote(), timeout=seconds)
+        except ray.exceptions.RayActorError:
+            dead += 1
+        except ray.exceptions.GetTimeoutError:
+            pass
+    return dead
 
 
 def _flat(nested: Any) -> torch.Tensor:
