@@ -79,18 +79,19 @@ class _Figures(PPOTrainer):
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         batch = super()._compute_old_log_prob(batch, metrics)
         correction = self.config.algorithm.rollout_correction
-        if correction.get("bypass_mode", False):
-            return batch  # old log-probs are the rollout's: there is no distance to see
-        fields = ["old_log_probs", "rollout_log_probs", "response_mask", "extra_fields"]
+        bypass = correction.get("bypass_mode", False)  # old log-probs are the rollout's: there is no distance to see
+        fields = ["extra_fields", *([] if bypass else ["old_log_probs", "rollout_log_probs", "response_mask"])]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
-        old, rollout = (_flat(data[name]) for name in fields[:2])
+        if notes := [note for extra in data["extra_fields"] if (note := note_of(extra)) is not None]:
+            metrics.update(segment_metrics(notes, self.global_steps - 1))
+        if bypass:
+            return batch
+        old, rollout = _flat(data["old_log_probs"]), _flat(data["rollout_log_probs"])
         mask = _flat(data["response_mask"]).bool()
         metrics.update(mismatch_metrics(old[mask], rollout[mask]))
         cap = correction.get("rollout_is_threshold") or 5.0
         upper = float(str(cap).rpartition("_")[2])  # verl also takes "lower_upper"
         metrics.update(importance_metrics(old[mask] - rollout[mask], upper))
-        if notes := [note for extra in data["extra_fields"] if (note := note_of(extra)) is not None]:
-            metrics.update(segment_metrics(notes, self.global_steps - 1))
         return batch
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
