@@ -9,6 +9,7 @@ from torch import Tensor
 from tracefp4.formats import QuantizedBlocks, get_format
 from tracefp4.kernels.errors import KernelError
 from tracefp4.kernels.grouped_experts import PackedExperts, routed_experts
+from tracefp4.kernels.quantize_record import RecordTarget, payload_rows, quantize_record
 from tracefp4.recipe import quantize_expert_weights
 
 pytest.importorskip("triton", reason="triton is not installed: its kernels are not tested")
@@ -107,6 +108,57 @@ def test_the_same_again() -> None:
     assert torch.equal(a, c)
 
 
+def targets(N: int, K: int, bits: float, scales: bool) -> RecordTarget:
+    """A record of N rows with one slot left out and one row skipped, columns of a wider buffer."""
+    blocks = get_format("nvfp4").quantize(torch.ones(1, K), encode_scale=1.0)
+    width = payload_rows(blocks, bits).shape[1]
+    payload = torch.full((N + 2, width + 3), 99, dtype=torch.uint8, device=DEVICE)[:, 1 : width + 1]
+    slots = torch.arange(N, 0, -1, device=DEVICE)
+    slots[1] = -1
+    scale = torch.full((N + 2, 2), 99.0, device=DEVICE)[:, 1] if scales else None
+    return RecordTarget(payload, slots, bits, scale)
+
+
+def recorded(target: RecordTarget) -> list[Tensor]:
+    return [t.clone() for t in (target.payload, target.encode_scale) if t is not None]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, for Inf and NaN under the interpreter
+@pytest.mark.parametrize("bits", [4.5, 1.5, 1.125, 1.0625])
+@pytest.mark.parametrize(("format", "scale"), [("nvfp4", "row"), ("nvfp4-exact", "row-pow2"), ("nvfp4", 37.5)])
+def test_rows_quantized_recorded_and_laid_out_at_once(format: str, scale: Any, bits: float) -> None:
+    """The bits and the record of quantizing first: over all magnitudes, zeros of both signs, Inf and NaN."""
+    from tracefp4.kernels.grouped_experts import triton as kernel
+
+    g = torch.Generator().manual_seed(7)
+    x = torch.randn(7, 384, generator=g) * torch.tensor([1, 1e-38, 3e38, 1, 1, 1e3, 1])[:, None]
+    x[3, ::2], x[4, ::3], x[6, 1], x[6, 2] = -0.0, float("nan"), float("inf"), float("-inf")
+    x = x.bfloat16().to(DEVICE)
+    at_once, first = (targets(7, 384, bits, isinstance(scale, str)) for _ in range(2))
+    got = kernel.operand_rows(x, format, scale, at_once)
+    want = kernel.operand_rows(quantize_record(x, format, scale, backend="triton", record=first), format)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(recorded(at_once), recorded(first), strict=True))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_experts_record_their_input(backend: str) -> None:
+    args = problem(9, 4, 2, 128, 128, True)
+    at_once, first = (targets(9, 128, 1.125, True) for _ in range(2))
+    args = on(DEVICE, args)
+    got = routed_experts(**args, backend=backend, activations="nvfp4", record=at_once)
+    blocks = quantize_record(args["x"], "nvfp4", "row", backend=backend, record=first)
+    want = routed_experts(**args | {"x": blocks}, backend=backend, activations="nvfp4")
+    assert torch.equal(got, want)
+    assert all(torch.equal(a, b) for a, b in zip(recorded(at_once), recorded(first), strict=True))
+    with pytest.raises(KernelError, match="record needs BF16"):
+        routed_experts(**args | {"x": blocks}, backend=backend, activations="nvfp4", record=at_once)
+    with pytest.raises(KernelError, match="record needs BF16"):
+        routed_experts(**args, backend=backend, record=at_once)
+    with pytest.raises(KernelError, match="slots must be"):
+        routed_experts(**args, backend=backend, activations="nvfp4", record=targets(8, 128, 1.125, True))
+
+
 def test_operands_are_exact() -> None:
     """One expert, unit weights: products with every code at every scale come out as they are."""
     from tracefp4.kernels.grouped_experts import triton as kernel
@@ -126,7 +178,9 @@ def test_operands_are_exact() -> None:
     assert torch.equal(y.float().cpu().T, get_format("nvfp4").dequantize(blocks)[0])
 
 
-@pytest.mark.parametrize(("N", "E", "K", "rows"), [(1, 3, 1, 8), (300, 7, 2, 16), (40, 128, 8, 8)])
+@pytest.mark.parametrize(
+    ("N", "E", "K", "rows"), [(1, 3, 1, 8), (300, 7, 2, 16), (40, 128, 8, 8), (700, 9, 6, 16), (512, 128, 8, 64)]
+)
 def test_routing_is_the_stable_sort(N: int, E: int, K: int, rows: int) -> None:
     from tracefp4.kernels.grouped_experts import triton as kernel
 

@@ -102,6 +102,13 @@ def round_e2m1(z):
 
 
 @triton.jit
+def code_of_e2m1(value):
+    """The code of an f32 that is an E2M1 value: the inverse of `decode_e2m1`."""
+    scaled = (value * 1.1754943508222875e-38).to(tl.int32, bitcast=True)  # 2^-126: see there
+    return ((scaled >> 22) & 7) | ((scaled >> 28) & 8)
+
+
+@triton.jit
 def decode_e2m1(code):
     """int32 code 0..15 -> f32."""
     # As an FP32 the three magnitude bits at exponent and mantissa give value * 2^-126, zero and 0.5 included.

@@ -22,7 +22,7 @@ from torch import Tensor
 from tracefp4.errors import TracefpError
 from tracefp4.formats import QuantizedBlocks
 from tracefp4.kernels.grouped_experts import Routing
-from tracefp4.kernels.quantize_record import quantize_record
+from tracefp4.kernels.quantize_record import RecordTarget, quantize_record
 from tracefp4.recipe import QuantRecipe, quantize_expert_weights
 from tracefp4.rollout.kernel_model import KernelModel
 from tracefp4.rollout.model import Experts, Layer, ModelShape, NativeExperts
@@ -146,9 +146,11 @@ class NativeModel(KernelModel):
             epilogue.append(blocks.encode_scale.float().reciprocal().reshape(()))
         return NativeExperts(torch.stack(codes), torch.stack(scales), torch.stack(epilogue))
 
-    def _experts(self, layer: Layer, x: Tensor | QuantizedBlocks, gates: Tensor, chosen: Tensor) -> Tensor:
+    def _experts(
+        self, layer: Layer, h_NH: Tensor, record: RecordTarget | None, gates: Tensor, chosen: Tensor
+    ) -> Tensor:
         s = self.shape
-        assert isinstance(x, QuantizedBlocks)
+        x = self._quantized_input(h_NH, [] if record is None else [record])
         assert isinstance(layer.gate_up, NativeExperts)
         assert isinstance(layer.down, NativeExperts)
         routing = Routing.of(chosen, s.experts)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tracefp4.kernels.paged_attention.cache import PagedCache
-from tracefp4.kernels.triton_math import IEEE, decode_e2m1, decode_e4m3, from_bf16, to_bf16
+from tracefp4.kernels.triton_math import IEEE, decode_e2m1, decode_e4m3, follow, following, from_bf16, to_bf16
 
 
 @triton.jit
@@ -19,7 +19,10 @@ def _inverse_rms(total, I: tl.constexpr, eps):
 
 
 @triton.jit
-def _add_norm(x, y, weight, total_out, out, eps, I: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+def _add_norm(
+    x, y, weight, total_out, out, eps, I: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr
+):
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     real = i < I
@@ -36,9 +39,10 @@ def _add_norm(x, y, weight, total_out, out, eps, I: tl.constexpr, BLOCK: tl.cons
 @triton.jit
 def _norm_rotate(
     qkv, q_norm, k_norm, cos, sin, positions, q_out, k_out, eps,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, head): query heads first, then those of K."""
+    follow(PDL)
     row, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     is_k = h >= H
     d = tl.arange(0, D // 2)
@@ -57,8 +61,10 @@ def _norm_rotate(
 
 @triton.jit
 def _choose_experts(
-    logits, gates, chosen, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, NORM: tl.constexpr
-):
+    logits, gates, chosen, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     e, k = tl.arange(0, EP), tl.arange(0, KP)
     x = from_bf16(tl.load(logits + row * E + e, mask=e < E, other=0.0))
@@ -128,7 +134,7 @@ def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[T
     if N:
         _add_norm[(N,)](
             x, x if y is None else y, weight, total, out, eps, I=I, BLOCK=block, ADD=y is not None,
-            num_warps=min(8, max(1, block // 512)), **IEEE,
+            num_warps=min(8, max(1, block // 512)), **IEEE, **following(),
         )  # fmt: skip
     return total, out
 
@@ -141,7 +147,7 @@ def norm_rotate(
     k = torch.empty(N, G, D, dtype=qkv.dtype, device=qkv.device)
     if N:
         _norm_rotate[(N, H + G)](
-            qkv, q_norm, k_norm, cos, sin, positions, q, k, eps, H=H, G=G, D=D, num_warps=1, **IEEE
+            qkv, q_norm, k_norm, cos, sin, positions, q, k, eps, H=H, G=G, D=D, num_warps=1, **IEEE, **following()
         )
     return q, k
 
@@ -153,7 +159,7 @@ def choose_experts(logits: Tensor, K: int, renormalize: bool) -> tuple[Tensor, T
     if N:
         _choose_experts[(N,)](
             logits, gates, chosen, E=E, EP=triton.next_power_of_2(E), K=K, KP=triton.next_power_of_2(K),
-            NORM=renormalize, num_warps=1, **IEEE,
+            NORM=renormalize, num_warps=1, **IEEE, **following(),
         )  # fmt: skip
     return gates, chosen
 

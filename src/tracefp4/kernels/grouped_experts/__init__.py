@@ -12,6 +12,8 @@ from tracefp4.kernels.errors import KernelError
 from tracefp4.kernels.grouped_experts.packed import PackedExperts
 from tracefp4.kernels.grouped_experts.ref import ExpertMatrices, Routing, grouped_linear
 from tracefp4.kernels.grouped_experts.ref import routed_experts as _reference
+from tracefp4.kernels.quantize_record import RecordTarget, check_record
+from tracefp4.kernels.quantize_record import ref as quantize_ref
 
 __all__ = ["ExpertMatrices", "PackedExperts", "Routing", "grouped_linear", "routed_experts"]
 
@@ -26,6 +28,7 @@ def routed_experts(
     backend: str,
     activations: str | None = None,
     encode_scale: EncodeScale = "row",
+    record: RecordTarget | None = None,
 ) -> Tensor:
     """A mixture's MLP for N tokens of I features: sum over k of gate * down(silu(gate) * up), BF16 [N, I].
 
@@ -41,21 +44,32 @@ def routed_experts(
         activations: format that x (unless it is quantized already) and the hidden activations are rounded to; None
             leaves them BF16; "nvfp4" or "nvfp4-exact" on the triton backend, packed weights only.
         encode_scale: S of activations that are quantized here: "row", "row-pow2", a number or a 0-d tensor.
+        record: where the guidance of x goes, which is BF16 and quantized here; as `quantize_record` would record it.
 
     Raises:
-        KernelError: shapes, dtypes or formats that do not fit.
+        KernelError: shapes, dtypes, formats or a record that do not fit.
     """
     _check(x, experts_NK, gates_NK, gate_up, down, activations)
+    if record is not None:
+        if activations is None or isinstance(x, QuantizedBlocks):
+            raise KernelError("a record needs BF16 rows that are quantized here: give activations, and x as it is")
+        check_record(record, activations, *x.shape)
     tensor = x.codes if isinstance(x, QuantizedBlocks) else x
     weights = gate_up.words if isinstance(gate_up, PackedExperts) else gate_up
     kernel = kernel_module(backend, "grouped_experts", tensor, experts_NK, gates_NK, weights)
     if kernel is None:
+        if record is not None:
+            assert activations is not None
+            assert isinstance(x, Tensor)
+            x = quantize_ref.quantize_record(x, activations, encode_scale, record)
         return _reference(x, experts_NK, gates_NK, gate_up, down, activations, encode_scale)
     if isinstance(encode_scale, str) and encode_scale not in ("row", "row-pow2"):
         raise KernelError(f'the triton backend takes "row", "row-pow2" or a static scale, got {encode_scale!r}')
     if activations not in (None, "nvfp4", "nvfp4-exact"):
         raise KernelError(f"the triton backend quantizes activations to NVFP4, not to {activations!r}")
-    out: Tensor = kernel.routed_experts(x, experts_NK, gates_NK, gate_up, down, activations, encode_scale)
+    out: Tensor = kernel.routed_experts(
+        x, experts_NK, gates_NK, gate_up, down, activations, encode_scale, record=record
+    )
     return out
 
 

@@ -24,10 +24,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tracefp4.formats import QuantizedBlocks, get_format
 from tracefp4.kernels.grouped_experts.packed import PackedExperts
 from tracefp4.kernels.grouped_experts.triton_products import GROUP, UP, products_dense, products_fp4, silu_mul
+from tracefp4.kernels.quantize_record.ref import RecordTarget, planes
+from tracefp4.kernels.quantize_record.triton import store_record
 from tracefp4.kernels.triton_layout import require_pairs
 from tracefp4.kernels.triton_math import (
     IEEE,
     block_amax,
+    code_of_e2m1,
     decode_e2m1,
     decode_e4m3,
     dot,
@@ -44,6 +47,8 @@ from tracefp4.kernels.triton_math import (
 from tracefp4.kernels.triton_unpack import block_scales, spread_columns, unpack
 
 INTERPRETED = triton.knobs.runtime.interpret
+TWO_PHASES = 4096
+"""Choices from which on they are counted chunk by chunk, and not by the program of every expert."""
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -81,16 +86,81 @@ def _route(
         at += tl.sum(mine, axis=0)
 
 
+@triton.jit(do_not_specialize=["M"])
+def _route_counts(experts, counts, M, CHUNK, EP: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr):
+    """How often each expert is chosen among the CHUNK choices of program c: counts int32 [C, EP]."""
+    follow(PDL)
+    c = tl.program_id(0)
+    i, bins = tl.arange(0, STEP), tl.arange(0, EP)
+    stop = tl.minimum((c + 1) * CHUNK, M)
+    found = tl.zeros([EP], tl.int32)
+    for first in tl.range(c * CHUNK, stop, STEP):
+        chosen = tl.load(experts + first + i, mask=first + i < stop, other=0).to(tl.int32)
+        found += tl.histogram(chosen, EP, mask=first + i < stop)
+    tl.store(counts + c * EP + bins, found)
+
+
+@triton.jit(do_not_specialize=["M", "C"])
+def _route_ranks(
+    experts, counts, order, offsets, block_expert, block_start, block_count, M, C, CHUNK,
+    E: tl.constexpr, EP: tl.constexpr, R: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Places the choices of program c, in their order, behind those of its predecessors; every C-th block of rows.
+
+    What lies before an expert's choices of this chunk follows from all counts, which every program adds for itself.
+    """
+    follow(PDL)
+    c = tl.program_id(0)
+    bins, chunks, i = tl.arange(0, EP), tl.arange(0, CHUNKS), tl.arange(0, STEP)
+    total = tl.zeros([EP], tl.int32)
+    before = total
+    for first in tl.range(0, C, CHUNKS):
+        there = first + chunks
+        n = tl.load(counts + there[:, None] * EP + bins[None, :], mask=(there < C)[:, None], other=0)
+        total += tl.sum(n, axis=0)
+        before += tl.sum(tl.where((there < c)[:, None], n, 0), axis=0)
+    start = tl.cumsum(total, axis=0) - total
+    blocks = (total + R - 1) // R
+    first_block = tl.cumsum(blocks, axis=0) - blocks
+    if c == 0:
+        tl.store(offsets + bins, start, mask=bins < E)
+        tl.store(offsets + E, M)
+        tl.store(block_count, tl.sum(blocks, axis=0))
+    for n in tl.range(c, tl.max(blocks, axis=0), C):
+        tl.store(block_expert + first_block + n, bins, mask=n < blocks)
+        tl.store(block_start + first_block + n, start + n * R, mask=n < blocks)
+    at = start + before
+    stop = tl.minimum((c + 1) * CHUNK, M)
+    for first in tl.range(c * CHUNK, stop, STEP):
+        chosen = tl.load(experts + first + i, mask=first + i < stop, other=-1).to(tl.int32)
+        mine = (chosen[:, None] == bins[None, :]).to(tl.int32)
+        place = tl.sum(mine * (at[None, :] + tl.cumsum(mine, axis=0) - 1), axis=1)
+        tl.store(order + place, first + i, mask=first + i < stop)
+        at += tl.sum(mine, axis=0)
+
+
+@triton.jit
+def _in_order(y, NB: tl.constexpr):
+    """FP16 [NB, 16], NB a multiple of 8, in the order of the inputs -> [NB * 16] in the order of the products.
+
+    Bits of an input of 128: a1 a0 h c1 c0 j1 j0, unit a c and value h j; in the products' order h j1 j0 c1 a1 a0 c0.
+    """
+    y = tl.reshape(y, (NB // 8, 4, 2, 2, 2, 4))  # tile, a, h, c1, c0, j
+    return tl.reshape(tl.permute(y, (0, 2, 5, 3, 1, 4)), (NB * 16,))
+
+
 @triton.jit
 def _operand_rows(
-    x, codes_in, scales_in, s_in, out, factor_out, x_stride,
+    x, codes_in, scales_in, s_in, out, factor_out, payload, record_scale, slots, x_stride,
     I: tl.constexpr, NB: tl.constexpr, CODES: tl.constexpr, QUANTIZE: tl.constexpr, S_STRIDE: tl.constexpr,
     STATIC: tl.constexpr, POW2: tl.constexpr, EXACT: tl.constexpr, ENCODE_MAX: tl.constexpr,
-    PDL: tl.constexpr,
+    RECORD: tl.constexpr, RECORD_SCALE: tl.constexpr, RECORD_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr,
+    CODE_PLANES: tl.constexpr, SCALE_PLANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row as FP16 [I] in the order of the products, and the f32 factor that its sums are owed.
 
-    CODES: of quantized codes, scales and S; QUANTIZE: quantizes x first; neither: x as it is.
+    CODES: of quantized codes, scales and S; QUANTIZE: quantizes x first, and records what it chose if RECORD; neither:
+    x as it is.
     """
     follow(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -122,11 +192,16 @@ def _operand_rows(
         exponent = tl.minimum(tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) & 0xFF, 1), 253)
         y = values * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
         factor = (exponent << 23).to(tl.float32, bitcast=True)
-    unit = i // 32 % 4 * 4 + i // 4 % 4
-    value = i // 16 % 2 * 4 + i % 4
-    place = i // 128 * 128 + value * 16 + ((unit & 1) | ((unit & 12) >> 1) | ((unit & 2) << 2))
-    tl.store(out + row * I + place, y.to(tl.float16), mask=i < I)
+    n = tl.arange(0, NB * 16)
+    tl.store(out + row * I + n, _in_order(y.to(tl.float16), NB), mask=n < I)
     tl.store(factor_out + row + one, factor)
+    if RECORD:
+        slot = tl.load(slots + row)
+        if slot >= 0:
+            codes = code_of_e2m1(rounded)
+            store_record(payload + slot * RECORD_STRIDE, codes, byte, I, NB, CODE_PLANES, SCALE_PLANES)
+            if RECORD_SCALE:
+                tl.store(record_scale + slot * SCALE_STRIDE + one, s)
 
 
 @triton.jit
@@ -293,10 +368,21 @@ def route(experts_NK: Tensor, num_experts: int, rows: int) -> DeviceRouting:
     sizes = (M, num_experts + 1, blocks, blocks, 1)
     order, offsets, *table = (torch.empty(n, dtype=torch.int32, device=experts_NK.device) for n in sizes)
     routing = DeviceRouting(order, offsets, table[0], table[1], table[2], blocks)
-    chunk = min(4096, max(128, triton.next_power_of_2(M)))
-    _route[(num_experts,)](
-        experts_NK, *routing.tensors, M, E=num_experts, EP=triton.next_power_of_2(num_experts), R=rows, CHUNK=chunk,
-        num_warps=max(4, chunk // 256), **following(),
+    bins = triton.next_power_of_2(num_experts)
+    if M < TWO_PHASES:
+        chunk = min(4096, max(128, triton.next_power_of_2(M)))
+        _route[(num_experts,)](
+            experts_NK, *routing.tensors, M, E=num_experts, EP=bins, R=rows, CHUNK=chunk,
+            num_warps=max(4, chunk // 256), **following(),
+        )  # fmt: skip
+        return routing
+    chunk = max(256, triton.next_power_of_2(triton.cdiv(M, 256)))
+    C = triton.cdiv(M, chunk)
+    counts = torch.empty(C, bins, dtype=torch.int32, device=experts_NK.device)
+    _route_counts[(C,)](experts_NK, counts, M, chunk, EP=bins, STEP=256, num_warps=4, **following())
+    _route_ranks[(C,)](
+        experts_NK, counts, *routing.tensors, M, C, chunk, E=num_experts, EP=bins, R=rows,
+        STEP=max(16, min(64, 8192 // bins)), CHUNKS=max(1, min(32, 4096 // bins)), num_warps=4, **following(),
     )  # fmt: skip
     return routing
 
@@ -305,9 +391,10 @@ def operand_rows(
     x: Tensor | QuantizedBlocks,
     format: str | None = None,
     encode_scale: str | float | Tensor = "row",
+    record: RecordTarget | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(FP16 [N, I] in the products' order, f32 [N] factors) of BF16 rows, quantized first if a format is given, or of
-    rows that are quantized already."""
+    """(FP16 [N, I] in the products' order, f32 [N] factors) of BF16 rows, quantized (and recorded) first if a format is
+    given, or of rows that are quantized already."""
     codes = x if isinstance(x, QuantizedBlocks) else None
     values = x if isinstance(x, Tensor) else None
     N, I = x.shape
@@ -322,14 +409,21 @@ def operand_rows(
     elif format is not None and not isinstance(encode_scale, str):
         s = torch.full((), encode_scale, dtype=torch.float32, device=device)
     blocks = max(8, triton.next_power_of_2(I // 16))
+    code_planes, scale_planes = (0, 0) if record is None else planes(format or "", record.bits)
+    record_scale = None if record is None else record.encode_scale
     if N:
         _operand_rows[(N,)](
             values, None if codes is None else codes.codes.view(torch.int32), None if codes is None else codes.scales,
-            s, out, factor, 0 if values is None else values.stride(0),
+            s, out, factor, record and record.payload, record_scale, record and record.slots,
+            0 if values is None else values.stride(0),
             I=I, NB=blocks, CODES=codes is not None, QUANTIZE=codes is None and format is not None,
             S_STRIDE=1 if s is not None and s.ndim else 0, STATIC=codes is None and s is not None,
             POW2=isinstance(encode_scale, str) and encode_scale == "row-pow2", EXACT=format == "nvfp4-exact",
             ENCODE_MAX=get_format(format or "nvfp4").encode_max,
+            RECORD=record is not None, RECORD_SCALE=record_scale is not None,
+            RECORD_STRIDE=0 if record is None else record.payload.stride(0),
+            SCALE_STRIDE=0 if record_scale is None else record_scale.stride(0),
+            CODE_PLANES=code_planes, SCALE_PLANES=scale_planes,
             num_warps=min(8, max(1, blocks // (64 if N >= 1024 else 32))), **IEEE, **following(),
         )  # fmt: skip
     return out, factor
@@ -379,6 +473,7 @@ def routed_experts(
     format: str | None,
     encode_scale: str | float | Tensor,
     config: ExpertsConfig | None = None,
+    record: RecordTarget | None = None,
 ) -> Tensor:
     """See `tracefp4.kernels.grouped_experts.routed_experts`; operands are checked there."""
     N, K = experts_NK.shape
@@ -393,7 +488,7 @@ def routed_experts(
     routing = route(experts_NK, E, config.rows)
     factor: Tensor | None = None
     if fp4:
-        rows, factor = operand_rows(x, format, encode_scale)
+        rows, factor = operand_rows(x, format, encode_scale, record)
     else:
         assert isinstance(x, Tensor)
         rows = x

@@ -13,7 +13,7 @@ from tracefp4.kernels.paged_attention.cache import PagedCache
 from tracefp4.kernels.quantize_record import ref
 from tracefp4.kernels.quantize_record.ref import RecordTarget, payload_rows, planes
 
-__all__ = ["TRITON_FORMATS", "RecordTarget", "payload_rows", "quantize_record", "write_kv"]
+__all__ = ["TRITON_FORMATS", "RecordTarget", "check_record", "payload_rows", "quantize_record", "write_kv"]
 
 TRITON_FORMATS = ("nvfp4", "nvfp4-exact")
 """Formats with a kernel; all others are computed by the torch reference whatever the backend: the bits are the same."""
@@ -45,7 +45,7 @@ def quantize_record(
     if x_NK.ndim != 2 or (x_NK.shape[1] > 1 and x_NK.stride(1) != 1):
         raise KernelError(f"x must be [N, K] with contiguous rows, got {tuple(x_NK.shape)}, strides {x_NK.stride()}")
     if record is not None:
-        _check_record(record, format, *x_NK.shape)
+        check_record(record, format, *x_NK.shape)
     kernel = kernel_module(backend, "quantize_record", x_NK)
     if kernel is None or format not in TRITON_FORMATS:
         return ref.quantize_record(x_NK, format, encode_scale, record)
@@ -102,13 +102,13 @@ def write_kv(
         if records[0].payload.stride(0) != records[1].payload.stride(0):
             raise KernelError("the payloads of K and V must have one row stride")
         for target in records:
-            _check_record(target, format, N, cache.heads * cache.head_dim)
+            check_record(target, format, N, cache.heads * cache.head_dim)
     kernel = kernel_module(backend, "quantize_record", k_NGD, v_NGD, cache.k, slots_N)
     chosen = ref if kernel is None or not cache.fp4 else kernel
     chosen.write_kv(k_NGD, v_NGD, cache, slots_N, format, encode_scales, records)
 
 
-def _check_record(target: RecordTarget, format: str, N: int, K: int) -> None:
+def check_record(target: RecordTarget, format: str, N: int, K: int) -> None:
     code_planes, scale_planes = planes(format, target.bits)
     size = code_planes * (-(-K // 8)) + scale_planes * (-(-K // 16 // 8))
     p = target.payload

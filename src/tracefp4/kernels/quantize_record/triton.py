@@ -21,6 +21,8 @@ from tracefp4.kernels.triton_math import (
     encode_e2m1,
     encode_e4m3,
     encode_scale_of,
+    follow,
+    following,
     load_f32,
     multiplier,
     unrounded_scale,
@@ -42,7 +44,7 @@ def _round_row(x, s, amax, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _store_record(
+def store_record(
     payload, codes, byte, K: tl.constexpr, NB: tl.constexpr, CODE_PLANES: tl.constexpr, SCALE_PLANES: tl.constexpr
 ):
     """The planes of one row, from its first byte on."""
@@ -64,7 +66,9 @@ def _quantize_rows(
     K: tl.constexpr, NB: tl.constexpr, EXACT: tl.constexpr, STATIC: tl.constexpr, POW2: tl.constexpr,
     ENCODE_MAX: tl.constexpr, RECORD: tl.constexpr, RECORD_SCALE: tl.constexpr,
     RECORD_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, CODE_PLANES: tl.constexpr, SCALE_PLANES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, NB)
     i = b[:, None] * 16 + tl.arange(0, 16)[None, :]
@@ -82,7 +86,7 @@ def _quantize_rows(
     if RECORD:
         slot = tl.load(slots + row)
         if slot >= 0:
-            _store_record(payload + slot * RECORD_STRIDE, codes, byte, K, NB, CODE_PLANES, SCALE_PLANES)
+            store_record(payload + slot * RECORD_STRIDE, codes, byte, K, NB, CODE_PLANES, SCALE_PLANES)
             if RECORD_SCALE:
                 tl.store(record_scale + slot * SCALE_STRIDE + tl.arange(0, 1), s)
 
@@ -103,8 +107,10 @@ def _write_kv(
     k_payload, v_payload, k_slots, v_slots,
     G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, NB: tl.constexpr, EXACT: tl.constexpr,
     RECORD: tl.constexpr, RECORD_STRIDE: tl.constexpr, CODE_PLANES: tl.constexpr, SCALE_PLANES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, 0) quantizes a row's K, (row, 1) its V. k_out, v_out: the cache's words seen as int16."""
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     is_v = tl.program_id(1) == 1
     K: tl.constexpr = G * D
@@ -137,7 +143,7 @@ def _write_kv(
         target = tl.load((v_slots if is_v else k_slots) + row)
         if target >= 0:
             payload = (v_payload if is_v else k_payload) + target * RECORD_STRIDE
-            _store_record(payload, codes, byte, K, NB, CODE_PLANES, SCALE_PLANES)
+            store_record(payload, codes, byte, K, NB, CODE_PLANES, SCALE_PLANES)
 
 
 def _blocks(K: int, N: int) -> tuple[int, int]:
@@ -174,7 +180,7 @@ def quantize_record(
             RECORD=target is not None, RECORD_SCALE=record_scale is not None,
             RECORD_STRIDE=0 if target is None else target.payload.stride(0),
             SCALE_STRIDE=0 if record_scale is None else record_scale.stride(0),
-            CODE_PLANES=code_planes, SCALE_PLANES=scale_planes, num_warps=warps, **IEEE,
+            CODE_PLANES=code_planes, SCALE_PLANES=scale_planes, num_warps=warps, **IEEE, **following(),
         )  # fmt: skip
     return QuantizedBlocks(codes, scales, S, format, (N, K))
 
@@ -201,5 +207,5 @@ def write_kv(
         kt and kt.payload, vt and vt.payload, kt and kt.slots, vt and vt.slots,
         G=G, D=D, PAGE=cache.page_size, NB=blocks, EXACT=format == "nvfp4-exact", RECORD=kt is not None,
         RECORD_STRIDE=0 if kt is None else kt.payload.stride(0),
-        CODE_PLANES=code_planes, SCALE_PLANES=scale_planes, num_warps=warps, **IEEE,
+        CODE_PLANES=code_planes, SCALE_PLANES=scale_planes, num_warps=warps, **IEEE, **following(),
     )  # fmt: skip
