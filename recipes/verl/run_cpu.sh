@@ -14,8 +14,10 @@ SUMS_DATA=$SUMS_OUT/data
 SUMS_MODEL=$("$PYTHON" -c 'from tracefp4.assets import builtin_model_path; print(builtin_model_path("sums-moe"))')
 export SUMS_RECIPE SUMS_OUT SUMS_DATA SUMS_MODEL
 [ -f "$SUMS_DATA/test.parquet" ] || "$PYTHON" "$SUMS_RECIPE/sums_data.py" "$SUMS_DATA"
+export PYTHONPATH="$SUMS_RECIPE${PYTHONPATH:+:$PYTHONPATH}"     # the agent loop of agents.yaml
 export VERL_PLATFORM=cpu                                        # the CPU platform of the plugin
-export VERL_USE_EXTERNAL_MODULES=tracefp4.adapters.verl.plugin  # as an entry point its errors would only be logged
+# As an entry point the plugin's errors would only be logged.
+export VERL_USE_EXTERNAL_MODULES="${VERL_USE_EXTERNAL_MODULES:-tracefp4.adapters.verl.plugin}"
 export VERL_FILE_LOGGER_PATH="$SUMS_OUT/metrics.jsonl"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" RAY_USAGE_STATS_ENABLED=0 TOKENIZERS_PARALLELISM=false
 export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1

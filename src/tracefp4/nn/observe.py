@@ -18,6 +18,10 @@ def slot_index(codes: Tensor, element_bits: int = 4) -> Tensor:
     return torch.where(codes >= sign_bit, -magnitude, magnitude)
 
 
+Totals = tuple[list[int], dict[tuple[str, int], dict[str, float]]]
+"""([rows whose experts differ, rows], sums by (site, layer)) of a SiteObserver."""
+
+
 class SiteObserver:
     """Sums over observed values, by (site, layer); ``metrics`` turns them into rates.
 
@@ -88,6 +92,18 @@ class SiteObserver:
         same = (own_NK.sort(-1).values == replayed_NK.sort(-1).values).all(-1)
         self._routing[0] += (~same).sum()
         self._routing[1] += same.numel()
+
+    def totals(self) -> Totals:
+        """What the rates are made of, as numbers that other processes' can be added to."""
+        sites = {where: {k: float(v) for k, v in sums.items()} for where, sums in self._sums.items()}
+        return [int(n) for n in self._routing], sites
+
+    def add(self, totals: Totals) -> None:
+        routing, sites = totals
+        self._routing = [a + b for a, b in zip(self._routing, routing, strict=True)]
+        for where, sums in sites.items():
+            for k, v in sums.items():
+                self._sums[where][k] += v
 
     def metrics(self) -> dict[str, float]:
         """``code_mismatch/{before,after}[/site/layer]`` and the other rates; empty where nothing was observed."""

@@ -10,7 +10,7 @@ scaled_dot_product_attention: neighbours of equal lengths, as samples of one pro
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -217,14 +217,17 @@ class KernelModel(RolloutModel):
         else:
             gates, chosen = self._choose(i, layer, h_NH)
             experts.append(chosen)
-        targets = step.targets("expert_input", i)
-        if emulates_experts(self.recipe):
+        r, targets = self.recipe, step.targets("expert_input", i)
+        if emulates_experts(r):
             assert isinstance(layer.gate_up, ExpertMatrices)
             assert isinstance(layer.down, ExpertMatrices)
-            blocks = None if self.recipe.activations is None else self._quantized_input(h_NH, targets)
+            blocks = None if r.activations is None else self._quantized_input(h_NH, targets)
             matrices, real = (layer.gate_up, layer.down), step.positions >= 0
-            return emulated_experts(h_NH, blocks, chosen, gates, *matrices, self.recipe, self.compensation, real)
-        return self._experts(layer, h_NH, targets, gates, chosen)
+            return emulated_experts(h_NH, blocks, chosen, gates, *matrices, r, self.compensation, real)
+        fused = r.activations is not None and bool(targets) and fuses_record(r.activations, targets[0].bits)
+        if others := targets[fused:]:  # the same slots, in other widths
+            self._quantized_input(h_NH, others)
+        return self._experts(layer, h_NH, targets[0] if fused else None, gates, chosen)
 
     def _choose(self, i: int, layer: Layer, h_NH: Tensor) -> tuple[Tensor, Tensor]:
         """(gates f32 [N, K], experts int64 [N, K]) by the router."""
@@ -232,35 +235,31 @@ class KernelModel(RolloutModel):
         logits = F.linear(h_NH, layer.router)
         return choose_experts(logits, self.shape.experts_per_token, self.shape.norm_topk_prob, backend=self.backend)
 
-    def _quantized_input(self, h_NH: Tensor, targets: list[RecordTarget]) -> QuantizedBlocks:
-        """The experts' input, quantized and recorded in one pass."""
-        name = self.recipe.activations
-        assert name is not None
-        fused = bool(targets) and fuses_record(name, targets[0].bits)
-        scale = self.recipe.site_encode_scale("expert_input")
-        blocks = quantize_record(h_NH, name, scale, backend=self.backend, record=targets[0] if fused else None)
+    def _quantized_input(self, h_NH: Tensor, targets: Sequence[RecordTarget]) -> QuantizedBlocks:
+        """The experts' input, quantized and recorded in one pass where the kernels take the width, else in two."""
+        r = self.recipe
+        assert r.activations is not None
+        fused = bool(targets) and fuses_record(r.activations, targets[0].bits)
+        scale = r.site_encode_scale("expert_input")
+        blocks = quantize_record(h_NH, r.activations, scale, backend=self.backend, record=targets[0] if fused else None)
         for target in targets[fused:]:
-            if fuses_record(name, target.bits):
-                quantize_record(h_NH, name, scale, backend=self.backend, record=target)
+            if fuses_record(r.activations, target.bits):
+                quantize_record(h_NH, r.activations, scale, backend=self.backend, record=target)
             else:
                 record_rows(blocks, target)
         return blocks
 
     def _experts(
-        self, layer: Layer, h_NH: Tensor, targets: list[RecordTarget], gates: Tensor, chosen: Tensor
+        self, layer: Layer, h_NH: Tensor, record: RecordTarget | None, gates: Tensor, chosen: Tensor
     ) -> Tensor:
-        """The experts' sum; a single record of their input is written by the kernel that lays it out for them."""
+        """The experts' sum; their input is quantized, and recorded, in the kernel that lays it out for them."""
         r = self.recipe
         assert isinstance(layer.gate_up, (PackedExperts, Tensor))
         assert isinstance(layer.down, (PackedExperts, Tensor))
         scale = r.site_encode_scale("expert_input") or "row"
-        x: Tensor | QuantizedBlocks = h_NH
-        one = len(targets) == 1 and fuses_record(str(r.activations), targets[0].bits)
-        if targets and not one:
-            x, targets = self._quantized_input(h_NH, targets), []
         return routed_experts(
-            x, chosen, gates, layer.gate_up, layer.down, backend=self.backend, activations=r.activations,
-            encode_scale=scale, record=targets[0] if targets else None,
+            h_NH, chosen, gates, layer.gate_up, layer.down, backend=self.backend, activations=r.activations,
+            encode_scale=scale, record=record,
         )  # fmt: skip
 
 

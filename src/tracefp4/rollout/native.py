@@ -147,10 +147,10 @@ class NativeModel(KernelModel):
         return NativeExperts(torch.stack(codes), torch.stack(scales), torch.stack(epilogue))
 
     def _experts(
-        self, layer: Layer, h_NH: Tensor, targets: list[RecordTarget], gates: Tensor, chosen: Tensor
+        self, layer: Layer, h_NH: Tensor, record: RecordTarget | None, gates: Tensor, chosen: Tensor
     ) -> Tensor:
         s = self.shape
-        x = self._quantized_input(h_NH, targets)
+        x = self._quantized_input(h_NH, [] if record is None else [record])
         assert isinstance(layer.gate_up, NativeExperts)
         assert isinstance(layer.down, NativeExperts)
         routing = Routing.of(chosen, s.experts)

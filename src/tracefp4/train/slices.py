@@ -51,10 +51,18 @@ class RowCounts:
 
 
 def usable_rows(
-    record: TrajectoryGuidance, trajectory: Trajectory, version: int, max_version_diff: int, counts: RowCounts
+    record: TrajectoryGuidance,
+    trajectory: Trajectory,
+    version: int,
+    max_version_diff: int,
+    counts: RowCounts,
+    start: int = 0,
 ) -> Tensor:
-    """bool [rows]: rows that may guide; the others are counted by the first reason that rules them out."""
-    tokens = torch.tensor(trajectory.token_ids[: record.rows], dtype=torch.int32)
+    """bool [rows]: rows that may guide; the others are counted by the first reason that rules them out.
+
+    start: the trajectory's row that is the record's first.
+    """
+    tokens = torch.tensor(trajectory.token_ids[start : start + record.rows], dtype=torch.int32)
     same_token = record.token_ids == tokens
     fresh = version - record.versions <= max_version_diff
     counts.reasons["token"] += int((~same_token).sum())
@@ -69,14 +77,18 @@ def fetch(
     trajectory: Trajectory,
     recipe: QuantRecipe,
     counts: RowCounts,
+    part: tuple[int, int] | None = None,
 ) -> TrajectoryGuidance | None:
-    """The record of a trajectory, or None with its rows counted by reason. Never waits, never guesses."""
-    rows = trajectory.num_rows
+    """The record of a trajectory, or None with its rows counted by reason. Never waits, never guesses.
+
+    part: rows [start, stop) of both instead of all of them.
+    """
+    rows = trajectory.num_rows if part is None else part[1] - part[0]
     if handle is None:
         counts.reasons["missing"] += rows
         return None
     try:
-        record = store.get(handle)
+        record = store.get(handle, rows=part)
     except GuidanceError as error:
         reason = str(error).partition(":")[0]
         counts.reasons[reason if reason in ("missing", "checksum", "recipe", "rows") else "missing"] += rows
@@ -219,11 +231,7 @@ class MicroBatchBuilder:
         counts.add_replay(batch, experts)
         T = batch.input_ids.shape[1]
         if self.guided and self.recipe.guided_layers:
-            records = [fetch(self.store, t.guidance, t, self.recipe, counts) for t in batch.trajectories]
-            usable = [
-                None if r is None else usable_rows(r, t, version, self.max_version_diff, counts)
-                for r, t in zip(records, batch.trajectories, strict=True)
-            ]
+            records, usable = self._records(batch, version, counts)
             counts.total += sum(t.num_rows for t in batch.trajectories)
             counts.guided += sum(int(m.sum()) for m in usable if m is not None)
             layers = self.recipe.guided_layers
@@ -231,6 +239,17 @@ class MicroBatchBuilder:
             mb.guidance = assemble(records, usable, self.recipe, self.recipe.bits, layers, self.widths, T, device)
         self._add_probe(mb, batch, T)
         return mb
+
+    def _records(
+        self, batch: TrainBatch, version: int, counts: RowCounts
+    ) -> tuple[list[TrajectoryGuidance | None], list[Tensor | None]]:
+        """(record, bool [rows] of those that may guide) of each trajectory; every other row is counted by reason."""
+        records = [fetch(self.store, t.guidance, t, self.recipe, counts) for t in batch.trajectories]
+        usable = [
+            None if r is None else usable_rows(r, t, version, self.max_version_diff, counts)
+            for r, t in zip(records, batch.trajectories, strict=True)
+        ]
+        return records, usable
 
     def _add_probe(self, mb: MicroBatch, batch: TrainBatch, T: int) -> None:
         """Full-width records of the trajectories that carry one, restricted to their rows."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +20,18 @@ os.environ.setdefault("VERL_PLATFORM", "cpu")
 pytest.importorskip("verl")
 
 from tensordict import TensorDict
+from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
-from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.config.actor import PolicyLossConfig
 from verl.workers.engine.base import EngineRegistry
+from verl.workers.utils.losses import ppo_loss
 
 from tracefp4.adapters.verl import engine as adapter
+from tracefp4.adapters.verl.detached import CopyingActorWorker
+from tracefp4.adapters.verl.figures import rename_figures
+from tracefp4.adapters.verl.probes import PROBED
 from tracefp4.adapters.verl.rows import FIELD, make_note, stack_experts
 from tracefp4.errors import TracefpError
 from tracefp4.guidance import GuidanceError
@@ -62,12 +72,13 @@ def make_verl_engine(checkpoint: Path, method: str, url: Path, **changes: Any) -
     return engine
 
 
-def rollout(method: str, url: Path, weights: Any, n: int = 6) -> tuple[list[Any], str]:
+def rollout(method: str, url: Path, weights: Any, n: int = 6, probe_every: int = 0) -> tuple[list[Any], str]:
     """n trajectories under the weights that a verl engine gives out; their records are in the store at url."""
     store = ShardStore(str(url))
     engine = make_engine(method, store=store, load=False)
     engine.update_weights(stack_experts(weights), 0)
-    done = engine.generate(tiny_requests(n, max_new_tokens=12))
+    requests = tiny_requests(n, max_new_tokens=12, probe_every=probe_every)
+    done = engine.generate([replace(r, request_id=r.request_id + PROBED) if r.probe else r for r in requests])
     assert store.close()
     return done, engine.recipe.hash
 
@@ -184,3 +195,115 @@ def test_without_settings_the_engine_is_verls_own(checkpoint: Path) -> None:
     assert isinstance(engine, adapter.TracefpFSDPEngine)
     assert engine.guided is None
     assert engine.module.config._attn_implementation == "eager"
+
+
+def update(engine: Any, trajectories: list[Any], recipe_hash: str, loss_mode: str) -> dict[str, Any]:
+    """verl's two passes of a step, old log-probs and one update by ``ppo_loss``; the figures as they are logged."""
+    batch = batch_of(trajectories, recipe_hash)
+    with engine.eval_mode():
+        output = engine.infer_batch(batch)
+    old = output["model_output"]["log_probs"].unbind()
+    lengths = [len(t.response_ids) for t in trajectories]
+
+    def nested(rows: Any) -> torch.Tensor:
+        return torch.nested.as_nested_tensor([r.float() for r in rows], layout=torch.jagged)
+
+    more = {
+        "old_log_probs": nested([r[-n - 1 : -1] for r, n in zip(old, lengths, strict=True)]),
+        "rollout_log_probs": nested([t.logprobs for t in trajectories]),
+        "advantages": nested([torch.full((n,), 1.0 if i % 2 else -1.0) for i, n in enumerate(lengths)]),
+        "response_mask": nested([torch.ones(n) for n in lengths]),
+    }
+    batch = batch_of(trajectories, recipe_hash)
+    batch.update(more)
+    tu.assign_non_tensor(batch, global_batch_size=len(trajectories))
+    actor = FSDPActorConfig(
+        strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=3, policy_loss=PolicyLossConfig(loss_mode=loss_mode)
+    )
+    with engine.train_mode():
+        metrics = engine.train_batch(batch, loss_function=partial(ppo_loss, config=actor))["metrics"]
+    figures = {f"actor/{k}": v.aggregate() for k, v in metrics.items() if hasattr(v, "aggregate")}
+    rename_figures(figures)
+    return figures
+
+
+def test_a_methods_own_loss_trains_through_verls_call_and_reports_its_figures(checkpoint: Path, tmp_path: Path) -> None:
+    engine = make_verl_engine(checkpoint, "qarl", tmp_path / "g")
+    done, recipe_hash = rollout("qarl", tmp_path / "g", engine.get_per_tensor_param()[0])
+    figures = update(engine, done, recipe_hash, "tracefp4_tbpo")
+    assert 0 <= figures["tbpo/dropped_share"] <= 1
+    assert figures["tbpo/weight_mean"] != 1
+    assert not [name for name in figures if name.endswith(("/sum", "/weight"))]
+
+
+def test_a_method_whose_loss_verl_never_calls_is_an_error(checkpoint: Path, tmp_path: Path) -> None:
+    engine = make_verl_engine(checkpoint, "qarl", tmp_path / "g")
+    done, recipe_hash = rollout("qarl", tmp_path / "g", engine.get_per_tensor_param()[0], n=3)
+    with pytest.raises(TracefpError, match=r"method qarl trains by its own loss.*loss_mode=tracefp4_tbpo"):
+        update(engine, done, recipe_hash, "vanilla")
+
+
+def test_code_mismatch_is_reported_per_site_and_layer(checkpoint: Path, tmp_path: Path) -> None:
+    figures = {}
+    for method in ("qat", "trace-all"):
+        engine = make_verl_engine(checkpoint, method, tmp_path / method)
+        done, recipe_hash = rollout(method, tmp_path / method, engine.get_per_tensor_param()[0], probe_every=2)
+        figures[method] = update(engine, done, recipe_hash, "vanilla")
+    qat, trace = figures["qat"], figures["trace-all"]
+    for name in ("code_mismatch/before", "code_mismatch/after", "scale_mismatch/before", "d_act/after"):
+        per_layer = {n for n in qat if n.startswith(f"{name}/")}
+        assert per_layer == {f"{name}/{s}/layer{i}" for s in ("expert_input", "key", "value") for i in (0, 1)}
+    assert qat["code_mismatch/before"] == qat["code_mismatch/after"] > 0
+    assert trace["code_mismatch/after"] < 0.2 * trace["code_mismatch/before"]
+    assert 0 <= trace["router/topk_disagreement"] < 0.2
+
+
+def test_without_probes_only_routing_is_compared(checkpoint: Path, tmp_path: Path) -> None:
+    engine = make_verl_engine(checkpoint, "trace-all", tmp_path / "g")
+    done, recipe_hash = rollout("trace-all", tmp_path / "g", engine.get_per_tensor_param()[0], n=3)
+    figures = update(engine, done, recipe_hash, "vanilla")
+    assert not [name for name in figures if name.startswith(("code_mismatch", "scale_mismatch", "d_act"))]
+    assert "router/topk_disagreement" in figures
+
+
+def test_a_checkpoint_knows_its_recipe(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = make_verl_engine(checkpoint, "trace-all", tmp_path / "g")
+    saved = tmp_path / "actor"
+    engine.save_checkpoint(str(saved), None, 7, None)  # as verl's worker calls it
+    assert json.loads((saved / "tracefp4.json").read_text())["version"] == 7
+    make_verl_engine(checkpoint, "trace-all", tmp_path / "g").load_checkpoint(str(saved), None, False)
+    assert "policy version 7 goes on under method trace-all" in capsys.readouterr().out
+    other = make_verl_engine(checkpoint, "qat", tmp_path / "g")
+    with pytest.raises(TracefpError, match=r"trained by method trace-all under recipe .* now says method qat"):
+        other.load_checkpoint(str(saved))
+    (saved / "tracefp4.json").write_text("{")
+    with pytest.raises(TracefpError, match=r"tracefp4\.json is damaged"):
+        other.load_checkpoint(str(saved))
+    (saved / "tracefp4.json").unlink()
+    other.load_checkpoint(str(saved))
+    assert "trained without tracefp4 goes on under method qat" in capsys.readouterr().out
+
+
+def test_weights_set_aside_on_the_cpu_do_not_move_with_the_updates(checkpoint: Path, tmp_path: Path) -> None:
+    """separate_async takes old log-probs under the weights of the last synchronization; on the CPU verl copies none."""
+
+    def moved(kind: type) -> float:
+        """How far the restored weights are from the saved ones."""
+        worker: Any = kind.__new__(kind)
+        worker.config = SimpleNamespace(actor=SimpleNamespace(strategy="fsdp2"))
+        worker._strategy_handlers = None
+        worker.actor = SimpleNamespace(engine=make_verl_engine(checkpoint, "bf16", tmp_path / "g"))
+        norm = worker.actor.engine.module.model.norm.weight
+        before = norm.full_tensor().detach().clone()
+        worker.save_model_to_cpu(0)
+        with torch.no_grad():
+            norm.add_(1.0)
+        worker.save_model_to_cpu(1)
+        worker.restore_model_from_cpu(0)
+        distance = float((norm.full_tensor() - before).abs().max().detach())
+        worker.restore_model_from_cpu(1)
+        assert torch.equal(norm.full_tensor(), before + 1.0)
+        return distance
+
+    assert moved(CopyingActorWorker) == 0.0
+    assert moved(DetachActorWorker) == 1.0  # where this fails, verl copies, and CopyingActorWorker may go

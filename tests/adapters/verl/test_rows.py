@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tiny import make_engine, tiny_config, tiny_model, tiny_requests, tiny_weights
-from tracefp4.adapters.verl.figures import rename_figures
+from tracefp4.adapters.verl.figures import rename_figures, segment_metrics
 from tracefp4.adapters.verl.guided import GuidedForward, Row
 from tracefp4.adapters.verl.rows import LossWatch, make_note, read_trajectory, replay_field, stack_experts
 from tracefp4.adapters.verl.settings import read_settings
@@ -42,7 +42,8 @@ def test_a_note_and_verls_fields_restore_the_trajectory(tmp_path: Path) -> None:
     (t, *_), recipe_hash = rolled_out(tmp_path)
     r = row(t, recipe_hash)
     back = read_trajectory(r.tokens, r.prompt_tokens, r.note, r.routed, recipe_hash)
-    assert (back.prompt_ids, back.response_ids, back.guidance) == (t.prompt_ids, t.response_ids, t.guidance)
+    assert (back.prompt_ids, back.response_ids) == (t.prompt_ids, t.response_ids)
+    assert [(s.start, s.stop, s.handle) for s in back.segments] == [(0, t.num_rows, t.guidance)]
     assert back.row_versions.tolist() == t.row_versions.tolist()
     assert back.routed_experts is not None
     assert t.routed_experts is not None
@@ -70,14 +71,23 @@ def test_rows_whose_tokens_changed_fall_back_and_are_counted(tmp_path: Path) -> 
     assert counts.guided == t.num_rows - 1
 
 
-def test_a_record_of_another_length_guides_no_row(tmp_path: Path) -> None:
+def test_rows_behind_the_record_fall_back_and_so_does_their_routing(tmp_path: Path) -> None:
     (t, *_), recipe_hash = rolled_out(tmp_path)
     r = row(t, recipe_hash)
-    longer = Row(torch.cat([r.tokens, torch.tensor([3, 4])]), r.prompt_tokens, r.note)
+    assert r.routed is not None
+    zeros = torch.zeros(2, *r.routed.shape[1:], dtype=torch.int16)  # verl's filling; expert 0 was not chosen
+    longer = Row(torch.cat([r.tokens, torch.tensor([3, 4])]), r.prompt_tokens, r.note, torch.cat([r.routed, zeros]))
     _, counts, _ = guided(tmp_path).micro_batch([longer], 0)
-    assert counts.guided == 0
-    assert counts.reasons["rows"] == t.num_rows + 2
-    assert counts.replayed == 0
+    assert counts.reasons["missing"] == 2
+    assert counts.guided == counts.replayed == t.num_rows
+
+
+def test_a_sequence_that_was_cut_short_keeps_its_guidance(tmp_path: Path) -> None:
+    (t, *_), recipe_hash = rolled_out(tmp_path)
+    r = row(t, recipe_hash)
+    shorter = Row(r.tokens[:-3], r.prompt_tokens, r.note, r.routed)
+    _, counts, _ = guided(tmp_path).micro_batch([shorter], 0)
+    assert counts.guided == counts.total == counts.replayed == t.num_rows - 3
 
 
 def test_old_records_fall_back_to_nearest_rounding(tmp_path: Path) -> None:
@@ -168,3 +178,15 @@ def test_figures_get_their_own_names_and_shares() -> None:
         "guidance/rows": 8.0, "guidance/guided_rows": 6.0, "guidance/guided_share": 0.75, "router/rows": 0.0,
         "actor/lr": 1.0,
     }  # fmt: skip
+
+
+def test_segments_and_their_age_are_logged(tmp_path: Path) -> None:
+    (t, *_), recipe_hash = rolled_out(tmp_path)
+    note = make_note(t, recipe_hash)
+    start, stop, first, sample, _, handle = note["segments"][0]
+    parts = [[start, 4, first, sample, [[1, 4]], handle], [4, stop, first, sample, [[1, 4], [3, stop - 4]], handle]]
+    metrics = segment_metrics([note, {**note, "segments": parts}], 3)
+    assert metrics["guidance/segments_mean"] == 1.5
+    assert metrics["guidance/segments_max"] == 2
+    assert metrics["guidance/version_lag_max"] == 3
+    assert metrics["guidance/version_lag_mean"] == (3 * stop + 2 * 4) / (2 * stop)

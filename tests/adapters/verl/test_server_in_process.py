@@ -3,51 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tiny import tiny_checkpoint, tiny_config, tiny_weights
-
-os.environ.setdefault("VERL_PLATFORM", "cpu")
 pytest.importorskip("verl")
-
-from verl.workers.config import HFModelConfig, RolloutConfig
 
 from tracefp4.adapters.verl.replica import RolloutServer
 from tracefp4.adapters.verl.rows import FIELD, read_trajectory
 from tracefp4.errors import TracefpError
 from tracefp4.guidance.disk import ShardStore
-
-PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[RolloutServer]:
-    path = tiny_checkpoint(tmp_path / "model", tiny_config())
-    model = HFModelConfig(
-        path=str(path),
-        override_config={
-            "attn_implementation": "eager",
-            "model_config": {},
-            "tracefp4": {"method": "trace", "guidance": {"url": str(tmp_path / "g")}},
-        },
-    )
-    config = RolloutConfig(
-        name="tracefp4", prompt_length=16, response_length=12, max_num_seqs=8, tensor_model_parallel_size=1
-    )
-    server = RolloutServer(config, model, 0, "cpu")
-    yield server
-    server.host.close()
-
-
-async def load(server: RolloutServer, version: int = 0, recipe_hash: str | None = None) -> None:
-    await server.receive_weights({k: v.bfloat16() for k, v in tiny_weights(tiny_config()).items()})
-    await server.commit_weights(version, recipe_hash or server.recipe.hash)
+from verl_server import PARAMS, load
 
 
 def test_a_response_carries_its_handle_and_no_bits(server: RolloutServer, tmp_path: Path) -> None:
@@ -64,8 +32,9 @@ def test_a_response_carries_its_handle_and_no_bits(server: RolloutServer, tmp_pa
         tokens = torch.tensor([2 + i, 5, 7, *output.token_ids])
         t = read_trajectory(tokens, 3, output.extra_fields[FIELD], torch.as_tensor(output.routed_experts),
                             server.recipe.hash)  # fmt: skip
-        assert t.guidance is not None
-        assert store.get(t.guidance).token_ids.tolist() == tokens[:-1].tolist()
+        (segment,) = t.segments
+        assert segment.handle is not None
+        assert store.get(segment.handle).token_ids.tolist() == tokens[:-1].tolist()
         assert t.routed_experts is not None
         assert len(t.routed_experts) == t.num_rows
         assert output.extra_fields["global_steps"] == 0
@@ -128,3 +97,43 @@ def test_a_trainer_of_another_recipe_cannot_publish(server: RolloutServer) -> No
 def test_images_are_refused(server: RolloutServer) -> None:
     with pytest.raises(TracefpError, match="serves text only"):
         asyncio.run(server.generate("r", [3], dict(PARAMS), image_data=[object()]))
+
+
+def test_a_replica_that_leaves_hands_requests_back_also_asleep(server: RolloutServer) -> None:
+    async def run() -> list[Any]:
+        await load(server)
+        await server.abort_all_requests()
+        parked = asyncio.create_task(server.generate("parked", [3, 4, 5], dict(PARAMS)))
+        await asyncio.sleep(0.05)
+        assert not parked.done()
+        await server.abort_all_requests(reject_request=True)
+        await server.sleep()
+        late = await server.generate("late", [3, 4, 5], dict(PARAMS))
+        await load(server, 1)
+        await server.wake_up()
+        await server.resume_generation()
+        return [await parked, late, await server.generate("again", [3, 4, 5], dict(PARAMS))]
+
+    parked, late, again = asyncio.run(run())
+    assert [o.stop_reason for o in (parked, late, again)] == ["aborted", "aborted", "completed"]
+    assert parked.token_ids == late.token_ids == []
+    assert again.token_ids
+
+
+def test_requests_held_back_do_not_keep_a_replica_awake(server: RolloutServer) -> None:
+    """verl aborts, puts to sleep, trains, wakes up and resumes; what came in between waits for the end of it."""
+
+    async def run() -> Any:
+        await load(server)
+        await server.abort_all_requests()
+        held = asyncio.create_task(server.generate("held", [3, 4, 5], dict(PARAMS)))
+        await asyncio.sleep(0.05)
+        await asyncio.wait_for(server.sleep(), 5)
+        await load(server, 1)
+        await server.wake_up()
+        await asyncio.sleep(0.05)
+        assert not held.done()
+        await server.resume_generation()
+        return await held
+
+    assert asyncio.run(run()).extra_fields["global_steps"] == 1

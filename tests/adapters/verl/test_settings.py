@@ -53,10 +53,25 @@ def test_wrong_settings_name_the_key(data: dict[str, Any], words: str) -> None:
         settings(**data)
 
 
-@pytest.mark.parametrize("method", ["qarl", "score_centering", "triage", "ptq:nvfp4"])
-def test_a_mode_with_a_loss_of_its_own_is_refused(method: str) -> None:
-    with pytest.raises(TracefpError, match=f"method {method} has a loss .* use one of .*bf16.*trace"):
+@pytest.mark.parametrize(
+    ("method", "why"),
+    [("score_centering", "weighs each token by the rollout's likeliest ones"), ("ptq:nvfp4", "after training")],
+)
+def test_what_verls_interfaces_do_not_carry_is_refused_by_name(method: str, why: str) -> None:
+    with pytest.raises(TracefpError, match=rf"method {method} .*{why}.*; use one of .*bf16.*qarl.*trace.*triage"):
         settings(method=method)
+
+
+def test_losses_take_the_settings_of_the_built_in_trainer() -> None:
+    assert settings(method="qarl", tbpo={"eps_low": 0.01}).tbpo.eps_low == 0.01
+    with pytest.raises(TracefpError, match=r"gate_segmen.*gate_segment"):
+        settings(method="triage", triage={"gate_segmen": 8})
+
+
+def test_probes_need_a_folder_that_both_sides_reach() -> None:
+    with pytest.raises(TracefpError, match=r"probe\.every needs .*guidance\.url"):
+        settings(method="qat", probe={"every": 1})
+    assert settings(method="bf16", probe={"every": 1}).probe.every == 1
 
 
 def test_the_compute_dtype_is_the_rollouts_unless_the_method_is_about_it() -> None:

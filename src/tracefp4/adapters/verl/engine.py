@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from verl.utils.metric import AggregationType, Metric
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+from tracefp4.adapters.verl import checkpoint, losses
+from tracefp4.adapters.verl.figures import SUM, WEIGHT
 from tracefp4.adapters.verl.guided import GuidedForward, Row
-from tracefp4.adapters.verl.rows import FIELD
+from tracefp4.adapters.verl.rows import note_of
 from tracefp4.adapters.verl.settings import AdapterSettings, read_settings
 from tracefp4.errors import TracefpError
+from tracefp4.nn import SiteObserver
 from tracefp4.train.slices import RowCounts
 
 recipe_hash: str | None = None
@@ -40,6 +43,8 @@ class TracefpFSDPEngine(FSDPEngineWithLMHead):
         self._counts = RowCounts()
         self._pass = RowCounts()
         self._version = 0
+        self._observer: SiteObserver | None = None
+        self._observed: dict[str, float] = {}
 
     # -- building -----------------------------------------------------------------------------------------------
 
@@ -66,10 +71,15 @@ class TracefpFSDPEngine(FSDPEngineWithLMHead):
             return super().forward_backward_batch(data, loss_function, forward_only)
         self.guided.forget_weights(self.module)
         self._pass = RowCounts()
+        # The pass for old log-probs, under the weights that the rollout had. What it sees is reported with the update:
+        # verl drops the metrics of this pass.
+        self._observer = SiteObserver() if forward_only else None
         try:
             output = super().forward_backward_batch(data, loss_function, forward_only)
         finally:
             self._armed.close()
+        if self._observer is not None:
+            self._observed = self._over_ranks(self._observer).metrics()
         if self.guided.builder.guided:
             p = self._pass
             self.guided.watch.note(self._version, p.total, p.guided, p.reasons)
@@ -79,27 +89,69 @@ class TracefpFSDPEngine(FSDPEngineWithLMHead):
         inputs, output_args = super().prepare_model_inputs(micro_batch)
         if self.guided is not None:
             rows = read_rows(micro_batch)
-            guidance, self._counts, self._version = self.guided.micro_batch(rows, published_version)
+            guidance, self._counts, self._version = self.guided.micro_batch(
+                rows, published_version, probing=self._observer is not None
+            )
             # Until the next micro-batch: gradient checkpointing repeats the forward inside backward.
             self._armed.close()
-            inputs.update(self._armed.enter_context(self.guided.context.armed(guidance)))
+            inputs.update(self._armed.enter_context(self.guided.context.armed(guidance, self._observer)))
         return inputs, output_args
+
+    def _over_ranks(self, observer: SiteObserver) -> SiteObserver:
+        group = self.get_data_parallel_group()
+        every: list[Any] = [None] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(every, observer.totals(), group=group)
+        merged = SiteObserver()
+        for totals in every:
+            merged.add(totals)
+        return merged
 
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
         if self.guided is None:
             return super().forward_step(micro_batch, loss_function, forward_only)
-        with self.guided.proving():
+        assert self._settings is not None
+        rollout_logprobs = micro_batch.get("rollout_log_probs", None)
+        with self.guided.proving(), losses.beside(self._settings, rollout_logprobs) as beside:
             loss, output = super().forward_step(micro_batch, loss_function, forward_only)
         counts = self._counts
         self._pass.total += counts.total
         self._pass.guided += counts.guided
         self._pass.reasons.update(counts.reasons)
         if not forward_only:
-            figures = {"router/rows": float(counts.forwarded), "router/replayed_rows": float(counts.replayed)}
-            if self.guided.builder.guided:
-                figures |= {k: v for k, v in counts.metrics().items() if k != "guidance/guided_share"}
-            output["metrics"].update(Metric.from_dict(figures, aggregation=AggregationType.SUM))
+            _check_loss(self._settings, beside)
+            output["metrics"].update(Metric.from_dict(self._figures(counts, beside), aggregation=AggregationType.SUM))
         return loss, output
+
+    def _figures(self, counts: RowCounts, beside: losses.Beside) -> dict[str, float]:
+        """Of one micro-batch, to be summed over those of an optimizer step; every rank must name the same."""
+        assert self.guided is not None
+        figures = {"router/rows": float(counts.forwarded), "router/replayed_rows": float(counts.replayed)}
+        if self.guided.builder.guided:
+            figures |= {k: v for k, v in counts.metrics().items() if k != "guidance/guided_share"}
+        for name, (total, weight) in beside.sums.items():
+            figures |= {name + SUM: float(total), name + WEIGHT: float(weight)}
+        observed, self._observed = self._observed, {}
+        return figures | observed
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, *args: Any, **kwargs: Any
+    ) -> None:
+        super().save_checkpoint(local_path, hdfs_path, global_step, *args, **kwargs)
+        if self.guided is not None and self.rank == 0:
+            assert self._settings is not None
+            checkpoint.write(local_path, self._settings.method, self.guided.recipe.hash, global_step)
+
+    def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        if self.guided is not None:
+            assert self._settings is not None
+            note = checkpoint.check(local_path, self._settings.method, self.guided.recipe.hash)
+            if self.rank == 0:
+                print(f"tracefp4: {note}")
+        super().load_checkpoint(local_path, *args, **kwargs)
+        if self.guided is not None:
+            self.guided.forget_weights(self.module)
 
 
 def read_rows(micro_batch: Any) -> list[Row]:
@@ -108,15 +160,10 @@ def read_rows(micro_batch: Any) -> list[Row]:
     prompts = micro_batch["prompts"].offsets().diff().tolist()
     taught = [bool(mask.any()) for mask in micro_batch["loss_mask"].unbind()]
     extra = micro_batch.get("extra_fields", None)
-    notes = [_note(extra[i]) for i in range(len(tokens))] if extra is not None else [None] * len(tokens)
+    notes = [note_of(extra[i]) for i in range(len(tokens))] if extra is not None else [None] * len(tokens)
     routed = micro_batch.get("routed_experts", None)
     experts = [None] * len(tokens) if routed is None else list(routed.unbind())
     return [Row(*fields) for fields in zip(tokens, prompts, notes, experts, taught, strict=True)]
-
-
-def _note(extra: Any) -> Mapping[str, Any] | None:
-    fields = getattr(extra, "data", extra)
-    return fields.get(FIELD) if isinstance(fields, Mapping) else None
 
 
 def _refuse_unsupported(model_config: Any, engine_config: Any) -> None:
@@ -136,6 +183,17 @@ def _refuse_unsupported(model_config: Any, engine_config: Any) -> None:
     for wrong, remedy in checks:
         if wrong:
             raise TracefpError(f"tracefp4's guided forward does not support this setting; set {remedy}")
+
+
+def _check_loss(settings: AdapterSettings, beside: losses.Beside) -> None:
+    """Raises TracefpError where a method was trained by another loss than its own."""
+    wanted = losses.loss_mode(settings.mode)
+    if wanted != losses.STOCK and not beside.called:
+        raise TracefpError(
+            f"method {settings.method} trains by its own loss, which was not called: set "
+            f"actor_rollout_ref.actor.policy_loss.loss_mode={wanted}, or a trainer.v1.trainer_mode of this package, "
+            "such as tracefp4_sync, which sets it"
+        )
 
 
 def _check_dtype(settings: AdapterSettings, engine_config: Any) -> None:

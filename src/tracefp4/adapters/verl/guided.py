@@ -13,14 +13,16 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tracefp4.adapters.verl.probes import probe_handle
 from tracefp4.adapters.verl.rows import LossWatch, read_trajectory
+from tracefp4.adapters.verl.segments import SegmentBuilder
 from tracefp4.adapters.verl.settings import AdapterSettings
 from tracefp4.errors import TracefpError
 from tracefp4.guidance.disk import make_store
 from tracefp4.nn import GuidanceContext, MicroBatch, prepare_model
 from tracefp4.nn.attention import ATTENTION_NAME
 from tracefp4.nn.experts import EXPERTS_NAME
-from tracefp4.train.slices import MicroBatchBuilder, RowCounts
+from tracefp4.train.slices import RowCounts
 from tracefp4.types import SITES, TrainBatch
 
 
@@ -52,7 +54,7 @@ class GuidedForward:
         self.context, self.moe_layers = self._prepare(model)
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         kv = config.num_key_value_heads * head
-        self.builder = MicroBatchBuilder(
+        self.builder = SegmentBuilder(
             make_store(settings.guidance),
             self.recipe,
             self.forward.guided,
@@ -89,18 +91,22 @@ class GuidedForward:
                         "while the model was sharded"
                     )
 
-    def micro_batch(self, rows: Sequence[Row], version: int | None) -> tuple[MicroBatch, RowCounts, int]:
+    def micro_batch(
+        self, rows: Sequence[Row], version: int | None, probing: bool = False
+    ) -> tuple[MicroBatch, RowCounts, int]:
         """(guidance of a padded micro-batch, its row counts, the version it was taken at).
 
-        version: the trainer's; None takes the newest that these rows were rolled out under. Raises GuidanceError where
-        a row's recipe differs.
+        version: the trainer's; None takes the newest that these rows were rolled out under. probing: read the full
+        codes of probed rows too. Raises GuidanceError where a row's recipe differs.
         """
         trajectories = [read_trajectory(r.tokens, r.prompt_tokens, r.note, r.routed, self.recipe.hash) for r in rows]
         if version is None:
             version = max((int(t.row_versions.max()) for t in trajectories if t.num_rows), default=0)
         for row, trajectory in zip(rows, trajectories, strict=True):
             if not row.eligible:
-                trajectory.guidance = trajectory.routed_experts = None
+                trajectory.segments, trajectory.routed_experts = (), None
+            elif probing:
+                trajectory.probe = probe_handle(trajectory, self.recipe.hash)
         counts = RowCounts()
         batch = TrainBatch.collate(trajectories, self.pad_id, rows[0].tokens.device)
         micro = self.builder.build(batch, version, counts)

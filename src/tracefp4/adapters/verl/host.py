@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from tracefp4.errors import TracefpError
@@ -21,8 +22,9 @@ _Job = tuple[Callable[[], Any], "Future[Any]"]
 class EngineHost:
     """Runs ``engine.step`` while there is work; everything else that touches the engine runs between two steps.
 
-    Requests submitted while paused wait until ``resume``. Where a step raises, all unfinished requests get its error
-    and the host refuses further ones: an engine in an unknown state must not go on.
+    Requests submitted while paused wait until ``resume``, or end at once where ``abort_all`` said so. Where a step
+    raises, all unfinished requests get its error and the host refuses further ones: an engine in an unknown state must
+    not go on.
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
@@ -31,7 +33,7 @@ class EngineHost:
         self._wake = threading.Condition()
         self._futures: dict[str, Future[Trajectory]] = {}
         self._parked: list[tuple[Request, Future[Trajectory]]] = []
-        self._paused = False
+        self._paused = self._rejecting = False
         self._closed = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="tracefp4-rollout", daemon=True)
@@ -40,15 +42,21 @@ class EngineHost:
     # -- from any thread ----------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> Future[Trajectory]:
-        """The trajectory of a request; one that was aborted has finish_reason "abort". Errors arrive in the future."""
+        """The trajectory of a request; one that was aborted has finish_reason "abort", and no rows where it never ran.
+
+        Errors arrive in the future.
+        """
         future: Future[Trajectory] = Future()
         added = self._call(lambda: self._admit(request, future))
         added.add_done_callback(lambda done: _pass_on_error(done, future))
         return future
 
-    def abort_all(self) -> Future[list[str]]:
-        """Ends every running request with what it has, and holds back new ones until ``resume``; returns their ids."""
-        return self._call(self._abort_all)
+    def abort_all(self, reject: bool = False) -> Future[list[str]]:
+        """Ends every running request with what it has, and holds back new ones until ``resume``; returns their ids.
+
+        reject: requests that wait or come later end at once, without a token, for others to serve.
+        """
+        return self._call(lambda: self._abort_all(reject))
 
     def resume(self) -> Future[None]:
         """Admits requests again, those that waited first."""
@@ -70,8 +78,13 @@ class EngineHost:
         self._fail(TracefpError("the rollout server was closed"))
 
     @property
-    def unfinished(self) -> int:
-        return len(self._futures) + len(self._parked)
+    def running(self) -> int:
+        """Requests that the engine works on; those held back do not count."""
+        return len(self._futures)
+
+    @property
+    def rejecting(self) -> bool:
+        return self._rejecting
 
     # -- on the engine's thread ---------------------------------------------------------------------------------
 
@@ -112,22 +125,30 @@ class EngineHost:
         return self.engine.scheduler.unfinished > 0
 
     def _admit(self, request: Request, future: Future[Trajectory]) -> None:
+        if self._rejecting:
+            future.set_result(_never_ran(request))
+            return
         if self._paused:
             self._parked.append((request, future))
             return
         self.engine.add_request(request)
         self._futures[request.request_id] = future
 
-    def _abort_all(self) -> list[str]:
-        self._paused = True
+    def _abort_all(self, reject: bool) -> list[str]:
+        self._paused, self._rejecting = True, reject
         ids = list(self._futures)
         for request_id in ids:
             trajectory = self.engine.abort(request_id)
             self._futures.pop(request_id).set_result(trajectory)
+        if reject:
+            self._readmit()
         return ids
 
     def _resume(self) -> None:
-        self._paused = False
+        self._paused = self._rejecting = False
+        self._readmit()
+
+    def _readmit(self) -> None:
         parked, self._parked = self._parked, []
         for request, future in parked:
             try:
@@ -146,6 +167,13 @@ class EngineHost:
         for future in [*(f for _, f in jobs), *futures]:
             if not future.done():
                 future.set_exception(error)
+
+
+def _never_ran(request: Request) -> Trajectory:
+    """What becomes of a request that was turned away: its prompt, no token, no row."""
+    nothing = torch.zeros(0, dtype=torch.int32)
+    rows = torch.full((len(request.prompt_ids) - 1,), -1, dtype=torch.int32)
+    return Trajectory(request.request_id, request.prompt_ids, (), nothing.float(), nothing, rows, None, "abort")
 
 
 def _pass_on_error(done: Future[None], future: Future[Trajectory]) -> None:

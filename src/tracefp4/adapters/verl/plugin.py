@@ -17,14 +17,19 @@ ROLLOUT_NAME = "tracefp4"
 
 
 def register() -> None:
-    """Registers platform, replica, server adapter, FSDP engine and trainers. Raises TracefpError for another verl."""
+    """Registers platform, replica, server adapter, FSDP engine, checkpoint engine, losses and trainers.
+
+    Raises TracefpError for another verl.
+    """
     check_verl_version(verl.__version__)
     platform.install()
     RolloutReplicaRegistry.register(ROLLOUT_NAME, _load_replica)
     _ROLLOUT_REGISTRY[ROLLOUT_NAME, "async"] = "tracefp4.adapters.verl.server_adapter.ServerAdapter"
-    from tracefp4.adapters.verl import engine, trainer
+    from tracefp4.adapters.verl import engine, losses, trainer, transfer
 
     engine.register()
+    losses.register()
+    transfer.register()
     trainer.register()
 
 

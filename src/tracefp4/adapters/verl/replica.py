@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import ray
 from torch import Tensor
@@ -15,8 +16,10 @@ from verl.workers.config import RolloutConfig as VerlRolloutConfig
 from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
 from tracefp4.adapters.verl.host import EngineHost
-from tracefp4.adapters.verl.rows import FIELD, make_note, replay_field, stack_experts
+from tracefp4.adapters.verl.probes import PROBED, Probes
+from tracefp4.adapters.verl.rows import FIELD, replay_field, stack_experts
 from tracefp4.adapters.verl.sampling import RequestSeeds, to_sampling_params
+from tracefp4.adapters.verl.segments import make_note
 from tracefp4.adapters.verl.settings import KEY, read_settings
 from tracefp4.errors import TracefpError
 from tracefp4.guidance.disk import ShardStore, make_store
@@ -54,6 +57,7 @@ class RolloutServer:
         self.engine = RolloutEngine(hf_config, self.recipe, sizes, self.store, device)
         self.host = EngineHost(self.engine)
         self.seeds = RequestSeeds(c.seed + (0 if c.full_determinism else 1_000_003 * replica_rank))
+        self.probes = Probes(settings.probe.every, settings.probe.responses)
         eos = model.tokenizer.eos_token_id
         extra = getattr(model.generation_config, "eos_token_id", None) or []
         self.stop = () if c.ignore_eos else tuple({eos, *([extra] if isinstance(extra, int) else extra)})
@@ -72,16 +76,21 @@ class RolloutServer:
         video_data: Any = None,
         **other: Any,
     ) -> TokenOutput:
-        """One response. Raises TracefpError for inputs other than text and for what ``to_sampling_params`` refuses."""
+        """One response, or one piece of it. Raises TracefpError for inputs other than text and for what
+        ``to_sampling_params`` refuses."""
         if image_data or video_data or any(other.values()):
             raise TracefpError("rollout.name=tracefp4 serves text only: the request has images, video or audio")
-        await self._awake.wait()
+        if not self.host.rejecting:  # a replica that rejects may sleep for long
+            await self._awake.wait()
         prompt = tuple(int(t) for t in prompt_ids)
         c = self.config
         limit = min(c.response_length, c.prompt_length + c.response_length - len(prompt))
         seed = self.seeds.next(self.engine.version, prompt)
         sampling = to_sampling_params(sampling_params, len(prompt), limit, self.max_model_len, self.stop, seed)
-        request = Request(f"{self.replica_rank}/{request_id}", prompt, sampling)
+        probe = self.probes.take(self.engine.version, prompt, sampling.temperature)
+        # Not verl's id: under full_determinism it comes again with every turn and step, and a record is written once.
+        name = f"{self.replica_rank}/{uuid4().hex}{PROBED if probe else ''}"
+        request = Request(name, prompt, sampling, probe)
         return self._output(await asyncio.wrap_future(self.host.submit(request)))
 
     def _output(self, t: Trajectory) -> TokenOutput:
@@ -98,8 +107,11 @@ class RolloutServer:
         )
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
-        """Ends running requests with what they have; later ones wait for ``resume_generation``."""
-        ids = await asyncio.wrap_future(self.host.abort_all())
+        """Ends running requests with what they have.
+
+        Later ones wait for ``resume_generation``; reject_request: they come back aborted, without a token.
+        """
+        ids = await asyncio.wrap_future(self.host.abort_all(reject_request))
         return {"aborted_count": len(ids), "request_ids": ids}
 
     async def resume_generation(self) -> None:
@@ -124,9 +136,9 @@ class RolloutServer:
             await asyncio.to_thread(self.store.drop_below, oldest)
 
     async def sleep(self, *args: Any, **kwargs: Any) -> None:
-        """Waits for running requests, then holds back new ones. Weights and cache stay in memory."""
+        """Holds back new requests and waits for running ones. Weights and cache stay in memory."""
         self._awake.clear()
-        while self.host.unfinished:
+        while self.host.running:
             await asyncio.sleep(0.01)
         if isinstance(self.store, ShardStore):
             await asyncio.to_thread(self.store.flush, 60.0)

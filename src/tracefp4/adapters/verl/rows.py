@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tracefp4.adapters.verl.segments import SegmentedTrajectory, make_note, read_note
 from tracefp4.errors import TracefpError
 from tracefp4.guidance import GuidanceError
-from tracefp4.types import GuidanceHandle, Trajectory
+from tracefp4.types import Trajectory
+
+__all__ = ["FIELD", "LossWatch", "make_note", "note_of", "read_trajectory", "replay_field", "stack_experts"]
 
 FIELD = "tracefp4"
 """Key of ``TokenOutput.extra_fields`` that holds a note."""
@@ -23,15 +25,10 @@ FIELD = "tracefp4"
 _EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
-def make_note(trajectory: Trajectory, recipe_hash: str) -> dict[str, Any]:
-    """What travels with a response: plain values that pickle, and the handle in place of the guidance.
-
-    versions: runs of (policy version, rows) over all rows. guidance: [sample id, rows, recipe hash, bytes] or None.
-    """
-    handle = trajectory.guidance
-    runs = [[version, len(list(rows))] for version, rows in groupby(trajectory.row_versions.tolist())]
-    guidance = None if handle is None else [handle.sample_id, handle.rows, handle.recipe_hash, handle.nbytes]
-    return {"recipe": recipe_hash, "sample": trajectory.request_id, "versions": runs, "guidance": guidance}
+def note_of(extra_fields: Any) -> Mapping[str, Any] | None:
+    """The note in one row of ``extra_fields``, however verl's tensordict wraps it; None where there is none."""
+    fields = getattr(extra_fields, "data", extra_fields)
+    return fields.get(FIELD) if isinstance(fields, Mapping) else None
 
 
 def replay_field(trajectory: Trajectory, layers: int, experts_per_token: int) -> Tensor:
@@ -43,39 +40,37 @@ def replay_field(trajectory: Trajectory, layers: int, experts_per_token: int) ->
 
 def read_trajectory(
     tokens: Tensor, prompt_tokens: int, note: Mapping[str, Any] | None, routed: Tensor | None, recipe_hash: str
-) -> Trajectory:
-    """A row of verl's batch as a Trajectory whose records the trainer can look up.
+) -> SegmentedTrajectory:
+    """A row of verl's batch as a trajectory whose records the trainer can look up, segment by segment.
 
-    tokens int64 [L], prompt first; routed int [L or more, M, K] or None. A sequence without a note (another rollout
+    tokens int64 [L], prompt first; routed int [any length, M, K] or None. A sequence without a note (another rollout
     engine, a client that dropped it) has no guidance, which is counted. Raises GuidanceError where the rollout held
     another recipe than the trainer.
     """
     ids = tokens.tolist()
     rows = len(ids) - 1
-    handle, versions, sample = None, torch.full((rows,), -1, dtype=torch.int32), "unknown"
-    if note is not None:
-        if note["recipe"] != recipe_hash:
-            raise GuidanceError(
-                f"sample {note['sample']} was rolled out under recipe {note['recipe']}, the trainer holds "
-                f"{recipe_hash}; start both from the same actor_rollout_ref.model.override_config.tracefp4"
-            )
-        sample = str(note["sample"])
-        handle = GuidanceHandle(*note["guidance"]) if note["guidance"] is not None else None
-        runs = [version for version, count in note["versions"] for _ in range(count)]
-        if len(runs) == rows:
-            versions = torch.tensor(runs, dtype=torch.int32)
-    return Trajectory(
-        request_id=sample,
+    segments = [s.clip(0, rows) for s in read_note(note, recipe_hash)]
+    segments = [s for s in segments if s.start < s.stop]
+    covered = segments[-1].stop if segments else 0
+    versions = torch.full((rows,), -1, dtype=torch.int32)
+    versions[:covered] = torch.tensor([v for s in segments for v in s.own_versions], dtype=torch.int32)
+    replayed = None
+    if routed is not None and covered:
+        # verl fills what lies behind the recorded rows with zeros, which would be an expert.
+        replayed = torch.full((rows, *routed.shape[1:]), -1, dtype=torch.int16)
+        known = min(covered, len(routed))
+        replayed[:known] = routed[:known].cpu()
+    return SegmentedTrajectory(
+        request_id=segments[0].sample if segments else "unknown",
         prompt_ids=tuple(ids[:prompt_tokens]),
         response_ids=tuple(ids[prompt_tokens:]),
         logprobs=torch.zeros(len(ids) - prompt_tokens),
         versions=torch.full((len(ids) - prompt_tokens,), -1, dtype=torch.int32),
         row_versions=versions,
-        # Without versions there is no telling whether the routing belongs to these rows.
-        routed_experts=None if routed is None or note is None or (rows and versions[0] < 0) else routed[:rows].cpu(),
+        routed_experts=replayed,
         finish_reason="stop",
-        guidance=handle,
         advantage=0.0,
+        segments=tuple(segments),
     )
 
 
@@ -126,7 +121,8 @@ class LossWatch:
             raise GuidanceError(
                 f"guidance is lost: {self._guided} of {self._rows} rows were guided at policy version {step}, and less "
                 f"than {self._below:.0%} in {self._lost + 1} steps in a row (rows by reason: {why}); check "
-                "guidance.url on every node, or set guidance.lost_after_steps to 0 to go on without"
+                "guidance.url on every node, and that trainer.v1.trainer_mode is one of tracefp4's (verl's own "
+                "asynchronous client drops the handles), or set guidance.lost_after_steps to 0 to go on without"
             )
 
     def _is_lost(self) -> bool:

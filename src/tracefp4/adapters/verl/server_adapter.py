@@ -1,9 +1,12 @@
-"""The rollout as a trainer worker sees it: weights go out under a policy version and the recipe's hash."""
+"""The rollout as a worker sees it: weights go out under a policy version and the recipe's hash.
+
+The worker trains (sync, colocate_async), or gets the weights from one that does (separate_async).
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import AsyncIterable, Iterable
 from typing import Any
 
 import ray
@@ -11,14 +14,15 @@ import torch
 from torch import Tensor
 from verl.workers.rollout.base import BaseRollout
 
-from tracefp4.adapters.verl import engine
+from tracefp4.adapters.verl import engine, transfer
 from tracefp4.adapters.verl.replica import server_name
 from tracefp4.adapters.verl.settings import KEY, AdapterSettings, read_settings
+from tracefp4.adapters.verl.transfer import in_buckets
 from tracefp4.errors import TracefpError
 
 
 class ServerAdapter(BaseRollout):
-    """Rank r of the trainer feeds replica r."""
+    """Rank r of the trainer feeds replica r; the worker of a separate replica feeds its own."""
 
     def __init__(
         self, config: Any, model_config: Any, device_mesh: Any, *args: Any, replica_rank: int = -1, **kwargs: Any
@@ -45,7 +49,7 @@ class ServerAdapter(BaseRollout):
     @torch.no_grad()
     async def update_weights(
         self,
-        weights: Iterable[tuple[str, Tensor]],
+        weights: Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]],
         wire_format: str = "named_tensors",
         global_steps: int | None = None,
         peft_config: Any = None,
@@ -64,26 +68,22 @@ class ServerAdapter(BaseRollout):
         settings = read_settings(self.model_config.override_config)
         if settings is None:
             raise TracefpError(f"rollout.name=tracefp4 needs {KEY}.method, such as trace")
-        recipe_hash = self._recipe_hash(settings)
         limit = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20
         dtype = getattr(torch, settings.dtype(self.config.dtype))
-        bucket: dict[str, Tensor] = {}
-        size = 0
-        for name, weight in weights:
-            held = weight.detach().to("cpu", dtype, copy=True)
-            if bucket and size + held.nbytes > limit:
-                await self.server.receive_weights.remote(bucket)
-                bucket, size = {}, 0
-            bucket[name] = held
-            size += held.nbytes
-        await self.server.receive_weights.remote(bucket)
-        await self.server.commit_weights.remote(global_steps, recipe_hash)
+        async for bucket in in_buckets(weights, limit, dtype):
+            await self.server.receive_weights.remote(bucket)
+        # Only now: a checkpoint engine brings the sender's hash along with the weights.
+        await self.server.commit_weights.remote(global_steps, self._recipe_hash(settings))
         engine.published_version = global_steps
 
     def _recipe_hash(self, settings: AdapterSettings) -> str:
-        """Of the model that this process really trains; where it trains none, of the settings."""
-        if engine.recipe_hash is not None:
-            return engine.recipe_hash
+        """Of the model that was really trained: by this process, or by the one that sent the weights.
+
+        Where neither says (a checkpoint engine of verl), that of the settings.
+        """
+        known = engine.recipe_hash or transfer.sender_recipe_hash
+        if known is not None:
+            return known
         if self.device_mesh is not None:  # a trainer worker, whose engine should have been prepared
             raise TracefpError(
                 "this worker's model was not prepared for rollout.name=tracefp4: its engine is not tracefp4's (use "

@@ -17,6 +17,8 @@ from tracefp4.errors import TracefpError
 from tracefp4.guidance.disk import GuidanceStoreConfig
 from tracefp4.methods import Method, QuantConfig, get_method, list_methods
 from tracefp4.recipe import QuantRecipe
+from tracefp4.train.losses.tbpo import TBPOConfig
+from tracefp4.train.losses.triage import TriageConfig
 
 KEY = "actor_rollout_ref.model.override_config.tracefp4"
 
@@ -37,12 +39,27 @@ class GuidanceSettings(GuidanceStoreConfig):
     lost_after_steps: int = Field(3, ge=0)
 
 
+class ProbeSettings(StrictModel):
+    """Responses whose full codes are kept in all layers, for the metrics ``code_mismatch/*``.
+
+    every: probe under every n-th policy version, 0 never. responses: of a replica under such a version, each of another
+    prompt. A row costs 4.5 bits for every value of every recorded site and layer.
+    """
+
+    every: int = Field(0, ge=0)
+    responses: int = Field(4, ge=1)
+
+
 class AdapterSettings(StrictModel):
-    """method: a mode of ``tracefp4`` ("bf16", "qat", "trace", ...). quant: formats of a quantized rollout."""
+    """method: a mode of ``tracefp4`` ("bf16", "qat", "trace", ...). quant: formats of a quantized rollout.
+    tbpo, triage: of the losses of these names, which the method chooses."""
 
     method: str = "trace"
     quant: QuantConfig = QuantConfig()
     guidance: GuidanceSettings = GuidanceSettings()
+    probe: ProbeSettings = ProbeSettings()
+    tbpo: TBPOConfig = TBPOConfig()
+    triage: TriageConfig = TriageConfig()
 
     @property
     def mode(self) -> Method:
@@ -77,21 +94,25 @@ def read_settings(override_config: Mapping[str, Any] | None) -> AdapterSettings 
         settings = AdapterSettings.model_validate(plain)
     except ValidationError as error:
         raise ConfigError(Explainer(KEY, {}, plain, AdapterSettings).explain(error)) from None
-    if not _runs_in_verl(settings.mode):
-        names = ", ".join(m.name for m in list_methods() if _runs_in_verl(m))
-        raise TracefpError(
-            f"method {settings.method} has a loss or a step of its own, which verl does not run; use one of {names}"
-        )
-    if settings.mode.guidance is not None and settings.guidance.url == "memory":
-        raise TracefpError(
-            f"method {settings.method} needs {KEY}.guidance.url, a folder or URL that rollout and trainer both reach"
-        )
+    if why := _why_not_in_verl(settings.mode):
+        names = ", ".join(m.name for m in list_methods() if not _why_not_in_verl(m))
+        raise TracefpError(f"method {settings.method} {why}; use one of {names}")
+    if settings.guidance.url == "memory":
+        folder = f"{KEY}.guidance.url, a folder or URL that rollout and trainer both reach"
+        if settings.mode.guidance is not None:
+            raise TracefpError(f"method {settings.method} needs {folder}")
+        if settings.probe.every and settings.mode.quantized:
+            raise TracefpError(f"{KEY}.probe.every needs {folder}")
     return settings
 
 
-def _runs_in_verl(method: Method) -> bool:
-    """verl brings the loss and evaluates what it trains: a mode that changes either would not be itself."""
-    return method.loss == "grpo" and method.deployed is None and not method.calibrated
+def _why_not_in_verl(method: Method) -> str:
+    """What of a mode verl's interfaces do not carry; empty where it runs."""
+    if method.loss == "score_centering":
+        return "weighs each token by the rollout's likeliest ones at its position, which verl's rollouts do not report"
+    if method.deployed is not None or method.calibrated:
+        return "quantizes the policy after training, which is no step of verl's"
+    return ""
 
 
 def _plain(data: Any) -> Any:

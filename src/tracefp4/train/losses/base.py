@@ -39,10 +39,12 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class LossTerms:
-    """loss: 0-d, the sum over tokens, or over responses (divide by the mini-batch's); ratio, weight: detached
-    [B, T - 1]; clipped: bool [B, T - 1], tokens whose clipped branch was taken; sums: the method's own metrics."""
+    """loss: 0-d, the sum over tokens, or over responses (divide by the mini-batch's); each: what it is the sum of, with
+    gradient, [B, T - 1] or [B], 0 where nothing was sampled; ratio, weight: detached [B, T - 1]; clipped: bool
+    [B, T - 1], tokens whose clipped branch was taken; sums: the method's own metrics."""
 
     loss: Tensor
+    each: Tensor
     ratio: Tensor
     weight: Tensor
     clipped: Tensor

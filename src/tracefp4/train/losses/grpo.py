@@ -67,5 +67,5 @@ def grpo_loss(
     A = advantages[:, None]
     plain = ratio * A
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high) * A
-    loss = -(weight * torch.minimum(plain, bounded))[mask].sum()
-    return LossTerms(loss, ratio.detach(), weight, (bounded < plain).detach() & mask)
+    each = torch.where(mask, -(weight * torch.minimum(plain, bounded)), 0.0)
+    return LossTerms(each[mask].sum(), each, ratio.detach(), weight, (bounded < plain).detach() & mask)

@@ -60,7 +60,7 @@ def score_centering_loss(batch: TokenBatch, cap: float) -> LossTerms:
         ratio = log_ratio.exp()
         weight = ratio.clamp(max=cap)
     centered = (center * torch.where(there & mask[..., None], log_p, 0.0)).sum(-1)
-    terms = A * (weight * masked(mask, batch.logprobs) - centered)
+    each = torch.where(mask, -A * (weight * masked(mask, batch.logprobs) - centered), 0.0)
     truncated = (ratio > cap) & mask
     sums = {
         "score_centering/truncated_share": share(truncated, mask),
@@ -69,4 +69,4 @@ def score_centering_loss(batch: TokenBatch, cap: float) -> LossTerms:
         "score_centering/alpha_mean": mean_over(alpha, mask),
         "score_centering/center_abs_mean": mean_over(center.abs().sum(-1), mask),
     }
-    return LossTerms(-terms[mask].sum(), ratio, weight, truncated, sums)
+    return LossTerms(each[mask].sum(), each, ratio, weight, truncated, sums)

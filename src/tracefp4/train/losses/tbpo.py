@@ -57,7 +57,7 @@ def tbpo_loss(
     low, high = (1 - eps_low * wider).clamp(min=0), 1 + eps_high * wider
     bounded = torch.maximum(torch.minimum(ratio, high), low) * A
     surrogate = torch.where(A > 0, torch.minimum(ratio * A, bounded), bounded)
-    loss = -(weight * surrogate)[answered].sum()
+    per_response = torch.where(answered, -(weight * surrogate), 0.0)
     above, below = answered & (ratio > high), answered & (ratio < low)
     dropped = torch.where(A > 0, above, above | below).detach()
     sums = {
@@ -70,5 +70,10 @@ def tbpo_loss(
     }
     each = torch.ones_like(batch.logprobs)
     return LossTerms(
-        loss, ratio.detach()[:, None] * each, weight[:, None] * each, dropped[:, None].expand_as(mask) & mask, sums
+        per_response[answered].sum(),
+        per_response,
+        ratio.detach()[:, None] * each,
+        weight[:, None] * each,
+        dropped[:, None].expand_as(mask) & mask,
+        sums,
     )

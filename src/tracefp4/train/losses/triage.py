@@ -65,7 +65,7 @@ def triage_loss(
         "triage/repair_mean_positive": mean_over(penalty, positive),
     }
     loss = terms.loss + config.repair_coef * penalty.sum()
-    return LossTerms(loss, terms.ratio, terms.weight, terms.clipped, sums)
+    return LossTerms(loss, terms.each + config.repair_coef * penalty, terms.ratio, terms.weight, terms.clipped, sums)
 
 
 def segments(mask: Tensor, length: int) -> Tensor:
