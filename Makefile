@@ -2,7 +2,7 @@
 # make test   lint, then all tests
 # make lint   ruff and mypy
 # make test-verl  the verl adapter in an environment of its own (.venv-verl), through real Ray; docs/verl.md
-# make test-verl-full   the same adapter in verl's three trainer modes, on 1 and on 2 ranks; docs/verl.md
+# make test-verl-full   the same adapter when things break, and in verl's three trainer modes, on 1 and on 2 ranks; docs/verl.md
 # make test-megatron  the Megatron engine in an environment of its own (.venv-megatron), Python 3.12; docs/verl.md
 # make gap-example   a small language model in BF16 and in four bits on 100 everyday inquiries (docs/gap-example.md)
 # make clean  remove the virtual environment and the caches; runs/ stays
@@ -47,13 +47,15 @@ lint: $(STAMP)
 
 test-verl: $(VERL_STAMP)
 	VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=tracefp4.adapters.verl.plugin OMP_NUM_THREADS=1 \
-	  $(VERL_BIN)/python -m pytest tests/adapters
+	  $(VERL_BIN)/python -m pytest tests/adapters --ignore $(RAY_RUNS)
 	$(VERL_BIN)/python recipes/verl/acceptance.py runs/test-verl
 
+RAY_RUNS := tests/adapters/verl/test_ray_runs.py
 STEPS ?= 20
 SHAPES ?= all
 
 test-verl-full: $(VERL_STAMP)
+	VERL_PLATFORM=cpu OMP_NUM_THREADS=1 $(VERL_BIN)/python -m pytest $(RAY_RUNS)
 	$(VERL_BIN)/python recipes/verl/acceptance.py runs/test-verl-full --modes trace --shapes $(SHAPES) --steps $(STEPS)
 
 $(VERL_STAMP): recipes/verl/requirements.txt pyproject.toml

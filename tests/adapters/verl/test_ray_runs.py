@@ -141,7 +141,7 @@ def test_a_lost_store_is_counted_and_then_ends_the_run(tmp_path: Path) -> None:
 def test_an_unknown_key_ends_the_run_before_anything_is_started(tmp_path: Path) -> None:
     broken = run(tmp_path, f"+{SETTINGS}.guidance.max_version_dif=3")
     assert broken.code != 0
-    assert "did you mean max_version_diff" in broken.text
+    assert "did you mean guidance.max_version_diff?" in broken.text
     assert "hook applied" not in broken.text
 
 
