@@ -92,7 +92,7 @@ def encode_e2m1(z):
 @triton.jit
 def round_e2m1(z):
     """f32 -> the f32 value of `encode_e2m1`'s code, in fewer instructions; needs IEEE sums."""
-    a = tl.minimum(tl.abs(z), 6.0)  # NaN becomes 6
+    a = tl.where(tl.abs(z) < 6.0, tl.abs(z), 6.0)  # NaN becomes 6
     # The last significand bit of a sum with 1.5 * 2^22 times a's power of two, but at least 1, is the step there.
     power = (tl.maximum(a, 1.0).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     magic = power * 6291456.0

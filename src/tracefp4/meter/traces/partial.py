@@ -26,6 +26,8 @@ RATIO = 3.0
 GAP = 4.0
 """Least distance of the two groups of rows, of log mean |delta|, in their standard deviations: the best split of one
 normal group is at 2.7, of a uniform one at 3.5."""
+EMPTY = 0.25
+"""Least share of that distance without a single row: a long tail has rows all along."""
 MOST = 0.7
 """Least share of the rows in which a position's jump shows."""
 STEP = 2.5
@@ -80,7 +82,8 @@ def split_rows(size: Floats, counts: Floats, ceiling: float) -> Split | None:
     if not LEAST_ROWS <= cut <= n - LEAST_ROWS:
         return None
     within = np.concatenate([x[:cut] - x[:cut].mean(), x[cut:] - x[cut:].mean()])
-    if x[cut:].mean() - x[:cut].mean() < GAP * max(0.05, float(within.std())):
+    apart = x[cut:].mean() - x[:cut].mean()
+    if apart < GAP * max(0.05, float(within.std())) or x[cut] - x[cut - 1] < EMPTY * apart:
         return None
     flags = np.zeros(len(size), dtype=bool)
     flags[order[cut:]] = True
