@@ -51,7 +51,8 @@ def attention_for(device: torch.device | str, scores: int) -> Iterator[None]:
     """torch's scaled_dot_product_attention without cuDNN, where that would cost more than it saves.
 
     cuDNN makes a plan for every new shape: 3.6 ms of the host a call on an H200, where batches hardly ever repeat a
-    shape; a small model's update took 40 % longer with it. scores: query rows times keys, of all sequences of a call.
+    shape; of a small model's update it took .21 of .89 s (docs/LOG.md). scores: query rows times keys, of all
+    sequences of a call.
     """
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tracefp4.rollout.model import ModelShape
 
 SMALL_MODEL = 2e9
+"""Bytes of BF16 weights below which a decode step takes the host longer than the GPU."""
 BURST = 8
 
 

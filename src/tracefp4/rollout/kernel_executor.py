@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tracefp4.device import to_device
 from tracefp4.guidance import full_bits
 from tracefp4.guidance.stream import RowLayout, StreamRecorder
 from tracefp4.recipe import QuantRecipe
@@ -59,7 +60,7 @@ class KernelExecutor:
             -(-config.max_model_len // config.page_size),
             self.recorder,
             graphs=config.cuda_graphs and torch.device(self.device).type == "cuda",
-            burst=config.steps_per_sync or 1,
+            burst=config.steps_per_sync,
         )
 
     def _make_recorder(self, layout: RowLayout) -> StreamRecorder:
@@ -89,11 +90,6 @@ class KernelExecutor:
         ids, logprobs = sample(logits, [s.request.sampling for s in seqs], positions, self.model.backend)
         return [[pair] for pair in zip(ids.tolist(), logprobs.tolist(), strict=True)]
 
-    def _sent(self, x: Tensor) -> Tensor:
-        """On the device, without waiting for what runs there: a copy from pageable memory would."""
-        device = torch.device(self.device)
-        return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
-
     def _prepare(self, batch: list[Scheduled], probed: bool) -> KernelStep:
         """Rows of any number per sequence; where each has one, attention is that of a decode step."""
         page = self.config.page_size
@@ -106,25 +102,31 @@ class KernelExecutor:
         recordings = []
         if self.recorder is not None:
             first = self.recorder.begin(slots)
-            recordings.append(Recording(self.recorder, self._sent(torch.arange(first, first + len(slots)))))
+            recordings.append(Recording(self.recorder, to_device(torch.arange(first, first + len(slots)), self.device)))
         if probed:
             flags = torch.repeat_interleave(torch.tensor([s.seq.request.probe for s in batch]), counts)
             recordings.append(self._probe_rows(slots, flags))
         step = KernelStep(
-            self._sent(tokens), self._sent(positions), self._sent(slots), tuple(recordings), last_rows=self._sent(last)
+            to_device(tokens, self.device),
+            to_device(positions, self.device),
+            to_device(slots, self.device),
+            tuple(recordings),
+            last_rows=to_device(last, self.device),
         )
         if int(counts.max()) > 1:
             return replace(step, contexts=self._contexts(batch, whole))
         tables = torch.zeros(len(batch), max(len(s.seq.block_table) for s in batch), dtype=torch.int32)
         for row, s in zip(tables, batch, strict=True):
             row[: len(s.seq.block_table)] = torch.tensor(s.seq.block_table, dtype=torch.int32)
-        return replace(step, tables=self._sent(tables), lengths=self._sent((positions + 1).int()))
+        return replace(
+            step, tables=to_device(tables, self.device), lengths=to_device((positions + 1).int(), self.device)
+        )
 
     def _probe_rows(self, slots: Tensor, flags: Tensor) -> Recording:
         assert self.probe is not None
         first = self.probe.begin(slots[flags])
         rows = torch.where(flags, first + flags.long().cumsum(0) - 1, self.probe.scratch_row)
-        return Recording(self.probe, self._sent(rows))
+        return Recording(self.probe, to_device(rows, self.device))
 
     def _contexts(self, batch: list[Scheduled], whole: list[Tensor]) -> tuple[Context, ...]:
         groups: list[tuple[list[Tensor], list[Span]]] = []
@@ -136,7 +138,7 @@ class KernelExecutor:
             groups[-1][0].append(slots)
             groups[-1][1].append(Span(first, s.stop - s.start, start, start + len(slots)))
             first, start = first + s.stop - s.start, start + len(slots)
-        return tuple(Context(self._sent(torch.cat(slots)), tuple(spans)) for slots, spans in groups)
+        return tuple(Context(to_device(torch.cat(slots), self.device), tuple(spans)) for slots, spans in groups)
 
     def poll(self, wait: bool = False) -> None:
         """Works off records that have reached the host."""

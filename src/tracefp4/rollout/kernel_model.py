@@ -225,9 +225,11 @@ class KernelModel(RolloutModel):
             matrices, real = (layer.gate_up, layer.down), step.positions >= 0
             return emulated_experts(h_NH, blocks, chosen, gates, *matrices, r, self.compensation, real)
         fused = r.activations is not None and bool(targets) and fuses_record(r.activations, targets[0].bits)
+        x: Tensor | QuantizedBlocks = h_NH
         if others := targets[fused:]:  # the same slots, in other widths
-            self._quantized_input(h_NH, others)
-        return self._experts(layer, h_NH, targets[0] if fused else None, gates, chosen)
+            blocks = self._quantized_input(h_NH, others)
+            x = h_NH if fused else blocks
+        return self._experts(layer, x, targets[0] if fused else None, gates, chosen)
 
     def _choose(self, i: int, layer: Layer, h_NH: Tensor) -> tuple[Tensor, Tensor]:
         """(gates f32 [N, K], experts int64 [N, K]) by the router."""
@@ -250,15 +252,20 @@ class KernelModel(RolloutModel):
         return blocks
 
     def _experts(
-        self, layer: Layer, h_NH: Tensor, record: RecordTarget | None, gates: Tensor, chosen: Tensor
+        self,
+        layer: Layer,
+        x: Tensor | QuantizedBlocks,
+        record: RecordTarget | None,
+        gates: Tensor,
+        chosen: Tensor,
     ) -> Tensor:
-        """The experts' sum; their input is quantized, and recorded, in the kernel that lays it out for them."""
+        """The experts' sum; x: their input, BF16 (quantized and recorded by the kernel that lays it out) or blocks."""
         r = self.recipe
         assert isinstance(layer.gate_up, (PackedExperts, Tensor))
         assert isinstance(layer.down, (PackedExperts, Tensor))
         scale = r.site_encode_scale("expert_input") or "row"
         return routed_experts(
-            h_NH, chosen, gates, layer.gate_up, layer.down, backend=self.backend, activations=r.activations,
+            x, chosen, gates, layer.gate_up, layer.down, backend=self.backend, activations=r.activations,
             encode_scale=scale, record=record,
         )  # fmt: skip
 

@@ -147,10 +147,16 @@ class NativeModel(KernelModel):
         return NativeExperts(torch.stack(codes), torch.stack(scales), torch.stack(epilogue))
 
     def _experts(
-        self, layer: Layer, h_NH: Tensor, record: RecordTarget | None, gates: Tensor, chosen: Tensor
+        self,
+        layer: Layer,
+        x: Tensor | QuantizedBlocks,
+        record: RecordTarget | None,
+        gates: Tensor,
+        chosen: Tensor,
     ) -> Tensor:
         s = self.shape
-        x = self._quantized_input(h_NH, [] if record is None else [record])
+        if not isinstance(x, QuantizedBlocks):
+            x = self._quantized_input(x, [] if record is None else [record])
         assert isinstance(layer.gate_up, NativeExperts)
         assert isinstance(layer.down, NativeExperts)
         routing = Routing.of(chosen, s.experts)
