@@ -85,6 +85,16 @@ def test_the_command_of_a_mode(tmp_path: Path) -> None:
     ]
 
 
+def test_processes_share_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tracefp4.compare.visible_gpus", lambda: ["3", "5"])
+    told = "\nprint('on', os.environ['CUDA_VISIBLE_DEVICES'])"
+    modes = ["bf16", "qat", "naive"]
+    command = fake(**dict.fromkeys(modes, WRITE_RUN + told))
+    compare("r.toml", modes, [0], tmp_path / "out", jobs=3, command=command, console=Console(file=io.StringIO()))
+    seen = [(tmp_path / "out" / mode / "log.txt").read_text().split()[-1] for mode in modes]
+    assert seen == ["3", "5", "3"]
+
+
 def test_summary_table_and_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, lines = tmp_path / "out", io.StringIO()
     summary = compare(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tiny import tiny_config, tiny_recipe
 from tracefp4.config import ConfigError, load_config
-from tracefp4.device import PLAN_WORTH, attention_for, resolve_device, to_device
+from tracefp4.device import PLAN_WORTH, attention_for, least_busy, resolve_device, to_device, visible_gpus
 from tracefp4.errors import TracefpError
 from tracefp4.guidance import row_bytes
 from tracefp4.guidance.store import SiteRows, TrajectoryGuidance
@@ -140,3 +140,26 @@ def test_small_attention_on_a_gpu_does_without_plans(device: str, scores: int, l
     with attention_for(device, scores):
         assert torch.backends.cuda.cudnn_sdp_enabled() == left
     assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize(
+    ("named", "count", "found"),
+    [(None, 0, []), (None, 2, ["0", "1"]), ("5, 3", 2, ["5", "3"]), ("", 0, []), ("GPU-a1,GPU-b2", 1, ["GPU-a1"])],
+)
+def test_gpus_are_named_as_the_environment_names_them(
+    monkeypatch: pytest.MonkeyPatch, named: str | None, count: int, found: list[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    if named is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert visible_gpus() == found
+
+
+def test_the_next_process_gets_the_gpu_with_the_fewest() -> None:
+    assert least_busy(["0", "1"], []) == "0"
+    assert least_busy(["0", "1"], ["0"]) == "1"
+    assert least_busy(["0", "1", "2"], ["0", "2", "1", "0"]) == "1"
+    assert least_busy(["7"], []) is None
+    assert least_busy([], []) is None

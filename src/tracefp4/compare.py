@@ -25,6 +25,7 @@ from rich.progress import Progress, TaskID
 
 from tracefp4 import signals
 from tracefp4.config import ConfigError
+from tracefp4.device import least_busy, visible_gpus
 from tracefp4.errors import TracefpError
 from tracefp4.files import folder_lock, storage_errors, sweep_files, warn, write_text_atomic
 from tracefp4.report import (
@@ -224,6 +225,8 @@ class Child:
     seconds: float = 0.0
     log: IO[bytes] | None = field(default=None, repr=False)
     log_name: str = LOG
+    gpu: str | None = None
+    """The one GPU that it is to see; None for all of them."""
 
     @property
     def log_path(self) -> Path:
@@ -231,6 +234,8 @@ class Child:
 
     def start(self, environment: dict[str, str]) -> None:
         """Runs it in a session of its own, so that a Ctrl-C reaches it through `end` alone, and only once."""
+        if self.gpu is not None:
+            environment = environment | {"CUDA_VISIBLE_DEVICES": self.gpu}
         with storage_errors(str(self.log_path)):
             self.folder.mkdir(parents=True, exist_ok=True)
             log = open(self.log_path, "ab" if self.append else "wb")  # noqa: SIM115
@@ -288,11 +293,12 @@ def _run_all(
     console: Console,
 ) -> None:
     """Runs all children, at most `jobs` at once; whatever ends this function, none of them outlives it."""
-    waiting, running = list(children), list[Child]()
+    waiting, running, gpus = list(children), list[Child](), visible_gpus()
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
                 child = waiting.pop(0)
+                child.gpu = least_busy(gpus, (other.gpu for other in running))
                 running.append(child)
                 child.start(environment)
                 show(child, "started")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
@@ -28,6 +30,26 @@ def resolve_device(setting: str, key: str = "run.device") -> str:
         built = "is built without CUDA" if torch.version.cuda is None else "sees none"
         raise TracefpError(f"{key} = {setting} needs a GPU, and torch {torch.__version__} {built}: set {key} to cpu")
     return setting
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that a child may be given, each as CUDA_VISIBLE_DEVICES names it; none without CUDA."""
+    import torch
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count()  # asks the driver, and makes no context in this process
+    return [name.strip() for name in named.split(",")][:count] if named else [str(i) for i in range(count)]
+
+
+def least_busy(gpus: list[str], busy: Iterable[str | None]) -> str | None:
+    """The GPU for one more process: of those with the fewest, the first; None where there is no choice to make.
+
+    busy: the GPU of every process that runs.
+    """
+    if len(gpus) < 2:
+        return None
+    load = Counter(busy)
+    return min(gpus, key=lambda gpu: load[gpu])
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:

@@ -13,7 +13,9 @@ from unittest.mock import ANY
 
 import pytest
 
+from made_up_runs import RUN
 from tracefp4.compare import CompareError
+from tracefp4.reproduce import runner
 from tracefp4.reproduce.plan import Plan, make_plan, open_plan, read_plan, scores_of, stored_request
 from tracefp4.reproduce.results import gather
 from tracefp4.reproduce.reuse import adopt
@@ -61,6 +63,19 @@ def test_all_runs_seed_by_seed(made_up: MakeUp) -> None:
     assert again == []  # nothing is started twice
     facts = [json.loads(line) for line in (plan.out / INVOCATIONS).read_text().splitlines()]
     assert [fact["jobs"] for fact in facts] == [3, 3]
+
+
+def test_runs_are_spread_over_the_gpus(made_up: MakeUp, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "visible_gpus", lambda: ["4", "6"])
+    told = f"import os; print('on', os.environ.get('CUDA_VISIBLE_DEVICES'))\n{RUN}"
+    modes = ("bf16", "qat", "trace")
+    plan = made_up(sources=dict.fromkeys(modes, told), modes=modes, seeds=(0,))
+    run(replace(plan, device="cuda"))
+    assert [(spec.folder / "seed0.log").read_text().split()[1] for spec in plan.specs] == ["4", "6", "4"]
+    plan = made_up(sources=dict.fromkeys(modes, told), modes=modes, seeds=(0,), folder="cpu")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    run(plan)
+    assert "on None" in (plan.specs[0].folder / "seed0.log").read_text()
 
 
 def test_a_deadline_stops_and_the_next_call_goes_on(made_up: MakeUp) -> None:

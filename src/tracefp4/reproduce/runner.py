@@ -15,6 +15,7 @@ from pathlib import Path
 from tracefp4 import signals
 from tracefp4.compare import Child, CompareError, child_environment, end_children
 from tracefp4.config import resolved
+from tracefp4.device import least_busy, visible_gpus
 from tracefp4.errors import TracefpError
 from tracefp4.evaluate import EVAL
 from tracefp4.files import append_text
@@ -164,17 +165,18 @@ def _run_all(plan: Plan, limits: Limits, outcome: Outcome, say: Say, clock: _Clo
     queue = _Queue(list(needed), specs)
     environment = child_environment(max(1, usable_cores() // limits.jobs))
     running: list[_Job] = []
+    gpus = visible_gpus() if plan.device == "cuda" else []
     try:
         while queue or running:
             while len(running) < limits.jobs and limits.left > 0 and queue.starts:
                 path = queue.starts.pop(0)
-                running.append(_starting(path, plan.starts[path], plan.device, say))
+                running.append(_starting(path, plan.starts[path], plan.device, _gpu(gpus, running), say))
             while len(running) < limits.jobs and (spec := _next(queue.specs, running, plan, limits, outcome)):
                 queue.specs.remove(spec)
                 if (twin := adopt(spec)) is not None:
                     say(f"{spec.name}: the same run as {twin.relative_to(plan.out.parent)}, taken over")
                 if not spec.done:
-                    running.append(_started(spec, environment, say))
+                    running.append(_started(spec, environment, _gpu(gpus, running), say))
             if limits.left <= 0 or not running:
                 outcome.in_time = outcome.in_time and not (running or queue)
                 return
@@ -198,13 +200,17 @@ def _run_all(plan: Plan, limits: Limits, outcome: Outcome, say: Say, clock: _Clo
                 say(f"{job.spec.name}: stopped after {job.child.steps_done()} of {job.spec.steps} steps")
 
 
-def _starting(path: Path, rung: RungConfig, device: str, say: Say) -> _Job:
+def _gpu(gpus: list[str], running: Sequence[_Job]) -> str | None:
+    return least_busy(gpus, (job.child.gpu for job in running))
+
+
+def _starting(path: Path, rung: RungConfig, device: str, gpu: str | None, say: Say) -> _Job:
     """Begins a warm start, or goes on with it."""
     ensure_dir(path.parent)
     recipe = path.with_name(f"{path.name}.json")
     write_json_atomic(recipe, resolved(rung.warmstart(device)))
     command = [*WARMSTART, str(recipe), str(path), "--resume"]
-    child = Child(path.name, command, path.parent, (), append=True, log_name=f"{path.name}.log")
+    child = Child(path.name, command, path.parent, (), append=True, log_name=f"{path.name}.log", gpu=gpu)
     say(f"{path.name}: making the warm start, see {child.log_path}")
     child.start(child_environment(rung.start.threads))
     return _Job(child, None, path)
@@ -247,8 +253,9 @@ def _next(
     return None
 
 
-def _started(spec: Spec, environment: dict[str, str], say: Say) -> _Job:
-    child = Child(spec.name, spec.command(), spec.folder, (spec.seed,), append=True, log_name=f"seed{spec.seed}.log")
+def _started(spec: Spec, environment: dict[str, str], gpu: str | None, say: Say) -> _Job:
+    log = f"seed{spec.seed}.log"
+    child = Child(spec.name, spec.command(), spec.folder, (spec.seed,), append=True, log_name=log, gpu=gpu)
     done = child.steps_done()
     what = "training" if not done else f"going on after step {done}"
     say(f"{spec.name}: {what if spec.trains and not spec.trained else 'evaluating'}")
