@@ -15,7 +15,7 @@ from tracefp4.rollout.kernel_model import KernelModel
 SMALL = [
     "--device", "cpu", "--layers", "2", "--hidden", "128", "--heads", "4", "--kv-heads", "2", "--head-dim", "64",
     "--experts", "4", "--top-k", "2", "--expert-width", "128", "--vocab", "64", "--contexts", "40,90",
-    "--steps", "2", "--budget-gb", "0.003", "--max-seqs", "2",
+    "--steps", "3", "--steps-per-sync", "2", "--budget-gb", "0.003", "--max-seqs", "2",
 ]
 # fmt: on
 

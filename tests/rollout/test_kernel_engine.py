@@ -503,12 +503,12 @@ def test_turns_and_probes_in_bursts() -> None:
     same_runs(*run(1), *run(6))
 
 
-def test_single_steps_unless_the_model_is_small_and_on_a_gpu() -> None:
+def test_steps_in_a_row_depend_on_the_size_of_the_model() -> None:
     shape, recipe = engine("bf16", "references").shape, QuantRecipe(2)
     config = RolloutConfig(backend="triton")
     assert resolve(config, "cpu", shape, recipe).steps_per_sync == 1
     assert resolve(config, "cuda", shape, recipe).steps_per_sync == 8
-    assert resolve(config, "cuda", replace(shape, layers=9000), recipe).steps_per_sync == 1
+    assert resolve(config, "cuda", replace(shape, layers=9000), recipe).steps_per_sync == 4
     assert resolve(RolloutConfig(backend="triton", steps_per_sync=3), "cpu", shape, recipe).steps_per_sync == 3
 
 

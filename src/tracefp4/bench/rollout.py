@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tracefp4.bench.registry import environment
 from tracefp4.recipe import QuantRecipe, resolve_guided_layers
-from tracefp4.rollout.config import RolloutConfig
+from tracefp4.rollout.config import BURST, RolloutConfig
 from tracefp4.rollout.engine import RolloutEngine
 from tracefp4.rollout.kernel_model import KernelModel, KernelStep
 from tracefp4.rollout.model import Layer, ModelShape
@@ -63,6 +63,15 @@ class Row:
     checked: str | None = None
     error: str | None = None
     seconds: float = 0.0
+
+
+WARM = 3
+"""Calls before those that are timed, and calls that are profiled after them."""
+
+
+def new_tokens(args: argparse.Namespace) -> int:
+    """The most that a sequence may be given: every call may be a burst."""
+    return int(args.steps) + (2 * WARM + 1) * max(BURST, args.steps_per_sync)
 
 
 class UniformModel(KernelModel):
@@ -122,6 +131,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--guided", default="deeper-half", help="layers that are recorded: deeper-half or all")
     parser.add_argument("--bits", type=float, default=1.125, help="guidance bits per value")
     parser.add_argument("--routing", choices=("uniform", "router"), default="uniform")
+    parser.add_argument("--steps-per-sync", type=int, default=0, help="decode steps in a row; 0: the engine's choice")
     parser.add_argument("--no-graphs", action="store_true", help="no CUDA graphs")
     parser.add_argument("--pdl", action="store_true", help="the kernels by programmatic dependent launch")
     parser.add_argument("--no-profile", action="store_true", help="no share of time by part")
@@ -147,7 +157,7 @@ def model_shape(args: argparse.Namespace) -> ModelShape:
         layers=args.layers, hidden=args.hidden, heads=args.heads, kv_heads=args.kv_heads, head_dim=args.head_dim,
         experts=args.experts, experts_per_token=args.top_k, expert_width=args.expert_width, dense_width=args.hidden,
         vocab=args.vocab, norm_eps=1e-6, rope_theta=1e6, norm_topk_prob=True,
-        max_positions=max(args.contexts) + args.steps + 64, tied_embeddings=False, dense_layers=frozenset(),
+        max_positions=max(args.contexts) + new_tokens(args), tied_embeddings=False, dense_layers=frozenset(),
     )  # fmt: skip
 
 
@@ -264,9 +274,9 @@ def measure(
 ) -> None:
     """Fills in a row."""
     cuda = args.device != "cpu"
-    shape, warm = model.shape, 3
+    shape = model.shape
     row.weight_bytes = sum(t.nbytes for t in model.weight_tensors)
-    new = args.steps + 2 * warm + 8
+    new = new_tokens(args)
     per_seq = -(-(row.context + new) // PAGE)
     page_bytes = slot_bytes(shape, recipe, torch.bfloat16) * PAGE
     pages = int((args.budget_gb * 1e9 - row.weight_bytes) // page_bytes) - 1
@@ -275,7 +285,8 @@ def measure(
         raise ValueError(f"--budget-gb {args.budget_gb:g} holds no sequence of {row.context} tokens")
     config = RolloutConfig(
         max_num_seqs=B, max_model_len=row.context + new, num_pages=B * per_seq, page_size=PAGE, backend="triton",
-        cuda_graphs=not args.no_graphs, max_tokens_per_step=max(B, 2048), steps_per_sync=1,
+        cuda_graphs=not args.no_graphs, max_tokens_per_step=max(B, 2048),
+        steps_per_sync=args.steps_per_sync,
     )  # fmt: skip
     model.choices = None
     if args.routing == "uniform":
@@ -289,22 +300,21 @@ def measure(
     start_sequences(engine, B, row.context, new)
     row.checked = check(engine, model)
     free_memory(args.device)
-    context_bytes = B * (row.context + warm + args.steps // 2) * slot_bytes(shape, recipe, torch.bfloat16)
+    warm = sum(decode(engine) for _ in range(WARM))
+    times: list[float] = []
+    while len(times) < args.steps:
+        begun, steps = time.perf_counter(), decode(engine)
+        times += [(time.perf_counter() - begun) * 1e3 / steps] * steps
+    context_bytes = B * (row.context + warm + len(times) // 2) * slot_bytes(shape, recipe, torch.bfloat16)
     row.bytes_step = weights_read(model, B) + context_bytes + 2 * B * shape.vocab
     row.bound_ms = row.bytes_step / copy_bytes_per_s * 1e3
-    times = []
-    for step in range(warm + args.steps):
-        begun = time.perf_counter()
-        engine.step()
-        if step >= warm:
-            times.append((time.perf_counter() - begun) * 1e3)
     row.median_ms = statistics.median(times)
     quartiles = statistics.quantiles(times, n=4)
     row.quartiles_ms = (quartiles[0], quartiles[2])
     row.tokens_per_s = B / row.median_ms * 1e3
     row.of_bound = row.bound_ms / row.median_ms
     if cuda and not args.no_profile:
-        row.device_ms, row.parts = profile(engine, warm)
+        row.device_ms, row.parts = profile(engine, WARM)
 
 
 PARTS = {
@@ -322,14 +332,21 @@ def part_of(kernel: str) -> str:
     return next((part for part, names in PARTS.items() if any(n in kernel for n in names)), "other")
 
 
-def profile(engine: RolloutEngine, steps: int) -> tuple[float, dict[str, float]]:
+def decode(engine: RolloutEngine) -> int:
+    """One call of the engine; returns how many tokens every sequence got."""
+    seq = engine.scheduler.running[0]
+    before = len(seq.tokens)
+    engine.step()
+    return len(seq.tokens) - before
+
+
+def profile(engine: RolloutEngine, calls: int) -> tuple[float, dict[str, float]]:
     """(milliseconds of the device a step, share of each part) by torch's profiler, in steps that are not timed."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
     with record(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(steps):
-            engine.step()
+        steps = sum(decode(engine) for _ in range(calls))
         torch.cuda.synchronize()
     spent: dict[str, float] = {}
     for event in profiler.key_averages():

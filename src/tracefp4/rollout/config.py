@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 SMALL_MODEL = 2e9
 """Bytes of BF16 weights below which a decode step takes the host longer than the GPU."""
 BURST = 8
+LARGE_BURST = 4
 
 
 class RolloutConfig(StrictModel):
@@ -33,8 +34,8 @@ class RolloutConfig(StrictModel):
     torch. cuda_graphs: a decode step is captured once per batch size and replayed (CUDA only). memory_gb: gigabytes
     (10^9 bytes) for weights, cache, recording and workspace together; what is left after the others becomes cache
     pages. 0: num_pages decides. steps_per_sync: decode steps between two looks of the host at what was drawn; rows that
-    end in between compute to no purpose until then. 0: 8 for a small model (under 2 GB of BF16 weights) over the
-    kernels on a GPU, where the host would be the slower one, else 1.
+    end in between compute to no purpose until then. 0: over the kernels on a GPU 8 for a small model (under 2 GB of
+    BF16 weights), where the host would be the slower one, and 4 for others; else 1.
     """
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -69,7 +70,8 @@ def resolve(config: RolloutConfig, device: str, shape: ModelShape, recipe: Quant
     if backend != "torch" and page_size % 16:
         raise TracefpError(f'rollout.page_size {page_size} is no multiple of 16, which backend "{backend}" needs')
     graphs = config.cuda_graphs and backend == "triton"  # native products ask the host for the rows of each expert
-    steps = config.steps_per_sync or (BURST if cuda and backend == "triton" and _is_small(shape) else 1)
+    burst = (BURST if _is_small(shape) else LARGE_BURST) if cuda and backend == "triton" else 1
+    steps = config.steps_per_sync or burst
     settings = {"backend": backend, "page_size": page_size, "cuda_graphs": graphs, "steps_per_sync": steps}
     return config.model_copy(update=settings)
 
