@@ -114,6 +114,7 @@ def test_time_that_is_up(made: tuple[str, ...], tmp_path: Path, capsys: pytest.C
         ("main --modes bf16 --seeds x", "--seeds must be whole numbers joined by commas"),
         ("layers --modes bf16 --recipe ladder-6", "reproduce layers climbs the ladder itself: leave --recipe away"),
         ("main --modes bf16 --recipe nowhere", "--recipe nowhere is no rung of the ladder"),
+        ("main --modes bf16 --recipe nowhere --profile tiny", "--recipe nowhere is no rung of the ladder"),
         ("main run.steps=3 --modes bf16", "the override 'run.steps=3' contradicts --steps, which sets run.steps"),
         ("main train.tis_cap=2 --modes bf16", "contradicts the table decoupled, whose rows set train.tis_cap"),
         (

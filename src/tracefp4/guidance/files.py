@@ -183,13 +183,12 @@ def _batches(parts: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _writer_is_gone(name: str, age: float) -> bool:
-    """Whether the writer of a temp file `age` seconds old has ended. Its process is looked for on its own host only."""
+    """Whether the writer of a temp file `age` seconds old has ended: on this host its process is looked for, whatever
+    the clock says; of another host's, whose clock may differ, only the age speaks."""
     host, _, rest = name.removeprefix(TEMP_PREFIX).partition(".")
     pid = rest.partition(".")[0]
-    if age > _DEAD_AFTER_SECONDS:
-        return True
     if host != _HOST or not pid.isdecimal():
-        return False
+        return age > _DEAD_AFTER_SECONDS
     try:
         os.kill(int(pid), 0)
     except ProcessLookupError:

@@ -107,7 +107,8 @@ def load_rung(name: str, tiny: bool = False, overrides: Sequence[str] = ()) -> R
     Raises:
         ConfigError: there is none, or it cannot be used.
     """
+    recipe = find_recipe(name)
     if not tiny:
-        return load_config(find_recipe(name), list(overrides), RungConfig)
+        return load_config(recipe, list(overrides), RungConfig)
     layers = _TINY_LAYERS.get(name, 2)
     return load_config(find_recipe(TINY), [f"start.model.num_layers={layers}", *overrides], RungConfig)
