@@ -48,7 +48,7 @@ lint: $(STAMP)
 test-verl: $(VERL_STAMP)
 	VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=tracefp4.adapters.verl.plugin OMP_NUM_THREADS=1 \
 	  $(VERL_BIN)/python -m pytest tests/adapters --ignore $(RAY_RUNS)
-	$(VERL_BIN)/python recipes/verl/acceptance.py runs/test-verl
+	$(VERL_BIN)/python recipes/verl/acceptance.py runs/test-verl --shapes sync:2
 
 RAY_RUNS := tests/adapters/verl/test_ray_runs.py
 STEPS ?= 20

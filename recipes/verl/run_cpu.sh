@@ -11,11 +11,12 @@ mkdir -p "$1"
 SUMS_OUT=$(cd "$1" && pwd)
 shift
 SUMS_DATA=$SUMS_OUT/data
-SUMS_MODEL=$("$PYTHON" -c 'from tracefp4.assets import builtin_model_path; print(builtin_model_path("sums-moe"))')
+[ -n "${SUMS_MODEL:-}" ] ||
+  SUMS_MODEL=$("$PYTHON" -c 'from tracefp4.assets import builtin_model_path; print(builtin_model_path("sums-moe"))')
 export SUMS_RECIPE SUMS_OUT SUMS_DATA SUMS_MODEL
 [ -f "$SUMS_DATA/test.parquet" ] || "$PYTHON" "$SUMS_RECIPE/sums_data.py" "$SUMS_DATA"
 export PYTHONPATH="$SUMS_RECIPE${PYTHONPATH:+:$PYTHONPATH}"     # the agent loop of agents.yaml
-export VERL_PLATFORM=cpu                                        # the CPU platform of the plugin
+export VERL_PLATFORM="${SUMS_PLATFORM:-cpu}"                    # the CPU platform of the plugin; run_gpu.sh: nvidia
 # As an entry point the plugin's errors would only be logged.
 export VERL_USE_EXTERNAL_MODULES="${VERL_USE_EXTERNAL_MODULES:-tracefp4.adapters.verl.plugin}"
 export VERL_FILE_LOGGER_PATH="$SUMS_OUT/metrics.jsonl"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,7 @@ def load(name: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
@@ -49,18 +52,68 @@ def test_every_bound_can_break(mode: str, changed: list[dict[str, float]], words
     assert sentence.startswith(words)
 
 
+def run_main(monkeypatch: pytest.MonkeyPatch, out: Path, run: Any, *arguments: str) -> Any:
+    """Exit code of the script, with ``run`` in place of whole runs."""
+    monkeypatch.setattr(acceptance, "run", run)
+    monkeypatch.setattr(acceptance.metadata, "version", lambda name: "0")  # verl may not be installed
+    monkeypatch.setattr("sys.argv", ["acceptance.py", str(out), *arguments])
+    with pytest.raises(SystemExit) as ended:
+        acceptance.main()
+    return ended.value.code
+
+
 def test_overrides_may_follow_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = []
 
-    def run(folder: Path, mode: str, steps: int, overrides: list[str]) -> list[dict[str, float]]:
+    def run(folder: Path, mode: str, steps: int, overrides: list[str], *_: Any) -> list[dict[str, float]]:
         asked.append((mode, steps, overrides[-2:]))
         return lines(0.001)
 
-    monkeypatch.setattr(acceptance, "run", run)
-    monkeypatch.setattr("sys.argv", ["acceptance.py", str(tmp_path), "--modes", "bf16", "a.b=1", "--steps", "2", "c=3"])
-    with pytest.raises(SystemExit, match="0"):
-        acceptance.main()
+    assert run_main(monkeypatch, tmp_path, run, "--modes", "bf16", "a.b=1", "--steps", "2", "c=3") == 0
     assert asked == [("bf16", 2, ["a.b=1", "c=3"])]
+
+
+def test_the_rows_are_written_as_json_and_markdown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    logged = {"bf16": lines(0.001), "trace": lines(0.0012, 1.0)}
+    assert run_main(monkeypatch, tmp_path, lambda _, mode, *__: logged[mode], "--modes", "bf16,trace") == 0
+    table = json.loads((tmp_path / "table.json").read_text())
+    assert [(row["mode"], row["guided"]) for row in table["rows"]] == [("bf16", None), ("trace", 1.0)]
+    assert table["rows"][1]["over_bf16"] == pytest.approx(1.2)
+    assert "torch" in table["provenance"]["versions"]
+    assert "| sync:1 | trace | 2 | 0.00120 | 1.20x | 100.00% |" in (tmp_path / "table.md").read_text()
+
+
+def test_a_run_that_there_was_no_time_for_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(folder: Path, mode: str, *_: Any) -> list[dict[str, float]]:
+        if mode == "qat":
+            raise TimeoutError("mode qat was stopped after 1 s")
+        return lines(0.001)
+
+    assert run_main(monkeypatch, tmp_path, run, "--seconds", "100", "--modes", "bf16,qat") == 1
+    assert "broken: sync:1: mode qat was stopped" in capsys.readouterr().err
+    assert run_main(monkeypatch, tmp_path, run, "--seconds", "1e-9", "--modes", "bf16") == 1
+    assert "broken: sync:1: no time left for bf16" in capsys.readouterr().err
+
+
+def test_a_run_past_its_time_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run_cpu.sh").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "run_cpu.sh").chmod(0o755)
+    monkeypatch.setattr(acceptance, "__file__", str(tmp_path / "acceptance.py"))
+    with pytest.raises(TimeoutError, match="mode bf16 was stopped after 0 s"):
+        acceptance.run(tmp_path / "run", "bf16", 1, [], seconds=0.2)
+
+
+def test_a_failed_run_shows_the_ends_of_its_logs(tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_text("begun\n" * 100 + "ended\n")
+    (tmp_path / "worker-1.err").write_text("ValueError: a reason\n")
+    (tmp_path / "worker-2.err").write_text("all well\n")
+    text = acceptance.log_ends(tmp_path, ray_logs=tmp_path, lines=3)
+    assert text.splitlines() == [
+        f"==> {tmp_path / 'log.txt'} <==", "begun", "begun", "ended",
+        f"==> {tmp_path / 'worker-1.err'} <==", "ValueError: a reason",
+    ]  # fmt: skip
 
 
 def test_steps_are_read_from_verls_file_logger(tmp_path: Path) -> None:

@@ -130,6 +130,19 @@ def test_guidance_brings_the_sharded_trainer_to_the_rollout(checkpoint: Path, tm
     assert distances["qat"] >= 3 * distances["bf16"]
 
 
+def test_the_models_forward_runs_without_autocast(checkpoint: Path, tmp_path: Path) -> None:
+    """On a GPU autocast would sum a token's experts into an FP32 tensor, which the rollout does not."""
+    engine = make_verl_engine(checkpoint, "trace-all", tmp_path / "g")
+    done, recipe_hash = rollout("trace-all", tmp_path / "g", engine.get_per_tensor_param()[0], n=3)
+    seen = []
+    for layer in engine.module.model.layers:
+        layer.mlp.experts.register_forward_hook(
+            lambda module, args, y: seen.append((torch.is_autocast_enabled("cpu"), y.dtype))
+        )
+    distance(engine, done, recipe_hash)
+    assert seen == [(False, torch.bfloat16)] * len(engine.module.model.layers)
+
+
 def test_an_update_trains_the_guided_forward_and_its_weights_are_quantized_anew(
     checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from tracefp4.adapters.verl import checkpoint, losses
 from tracefp4.adapters.verl.figures import SUM, WEIGHT
-from tracefp4.adapters.verl.guided import GuidedForward, Row
+from tracefp4.adapters.verl.guided import GuidedForward, Row, keep_own_dtypes
 from tracefp4.adapters.verl.rows import note_of
 from tracefp4.adapters.verl.settings import AdapterSettings, read_settings
 from tracefp4.errors import TracefpError
@@ -53,6 +53,7 @@ class TracefpFSDPEngine(FSDPEngineWithLMHead):
         if self._settings is not None:
             pad = self.model_config.tokenizer.pad_token_id if self.model_config.tokenizer is not None else None
             self.guided = GuidedForward(module, self._settings, pad or 0)
+            keep_own_dtypes(module)
         return module
 
     def _build_model_optimizer(self) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -17,6 +19,7 @@ from tracefp4.adapters.verl.probes import probe_handle
 from tracefp4.adapters.verl.rows import LossWatch, read_trajectory
 from tracefp4.adapters.verl.segments import SegmentBuilder
 from tracefp4.adapters.verl.settings import AdapterSettings
+from tracefp4.device import attention_for
 from tracefp4.errors import TracefpError
 from tracefp4.guidance.disk import make_store
 from tracefp4.nn import GuidanceContext, MicroBatch, prepare_model
@@ -150,3 +153,21 @@ class GuidedForward:
         """Drops cached quantized weights: a sharded parameter keeps its identity and version while it changes."""
         for module in model.modules():
             module.__dict__.pop("_tracefp4_weights", None)
+
+
+def keep_own_dtypes(model: nn.Module) -> None:
+    """Takes autocast out of a model's forward: what it computes then depends on its weights' dtype alone.
+
+    FSDP2 casts weights and inputs, so that autocast has nothing left to do but harm: on a GPU it makes every sum an
+    FP32 tensor, such as that of a token's experts, and from there on the trainer no longer computes what the rollout
+    did. What verl does with the logits stays under its autocast.
+    """
+    forward = model.forward
+
+    @wraps(forward)
+    def run(input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        device, scores = input_ids.device, input_ids.numel() * input_ids.shape[-1]
+        with torch.autocast(device.type, enabled=False), attention_for(device, scores):
+            return forward(input_ids, *args, **kwargs)
+
+    model.forward = run
