@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("VERL_PLATFORM", "cpu")
 
@@ -15,7 +16,8 @@ from tracefp4.adapters.verl.replica import RolloutServer
 PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
 
 
-def make_server(folder: Path) -> RolloutServer:
+def make_server(folder: Path, **rollout: Any) -> RolloutServer:
+    """rollout: more of verl's rollout config."""
     path = tiny_checkpoint(folder / "model", tiny_config())
     model = HFModelConfig(
         path=str(path),
@@ -26,7 +28,7 @@ def make_server(folder: Path) -> RolloutServer:
         },
     )
     config = RolloutConfig(
-        name="tracefp4", prompt_length=16, response_length=12, max_num_seqs=8, tensor_model_parallel_size=1
+        name="tracefp4", prompt_length=16, response_length=12, max_num_seqs=8, tensor_model_parallel_size=1, **rollout
     )
     return RolloutServer(config, model, 0, "cpu")
 

@@ -11,11 +11,12 @@ import torch
 
 pytest.importorskip("verl")
 
+from tracefp4.adapters.verl import replica
 from tracefp4.adapters.verl.replica import RolloutServer
 from tracefp4.adapters.verl.rows import FIELD, read_trajectory
 from tracefp4.errors import TracefpError
 from tracefp4.guidance.disk import ShardStore
-from verl_server import PARAMS, load
+from verl_server import PARAMS, load, make_server
 
 
 def test_a_response_carries_its_handle_and_no_bits(server: RolloutServer, tmp_path: Path) -> None:
@@ -137,3 +138,17 @@ def test_requests_held_back_do_not_keep_a_replica_awake(server: RolloutServer) -
         return await held
 
     assert asyncio.run(run()).extra_fields["global_steps"] == 1
+
+
+def test_verls_eager_rollout_captures_no_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+
+    def engine(hf_config: Any, recipe: Any, config: Any, *_: Any) -> Any:
+        sizes.append(config)
+        raise TracefpError("sizes are known")
+
+    monkeypatch.setattr(replica, "RolloutEngine", engine)
+    for eager in (False, True):
+        with pytest.raises(TracefpError, match="sizes are known"):
+            make_server(tmp_path / str(eager), enforce_eager=eager)
+    assert [c.cuda_graphs for c in sizes] == [True, False]

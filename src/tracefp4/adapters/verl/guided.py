@@ -19,7 +19,6 @@ from tracefp4.adapters.verl.probes import probe_handle
 from tracefp4.adapters.verl.rows import LossWatch, read_trajectory
 from tracefp4.adapters.verl.segments import SegmentBuilder
 from tracefp4.adapters.verl.settings import AdapterSettings
-from tracefp4.device import attention_for
 from tracefp4.errors import TracefpError
 from tracefp4.guidance.disk import make_store
 from tracefp4.nn import GuidanceContext, MicroBatch, prepare_model
@@ -166,8 +165,7 @@ def keep_own_dtypes(model: nn.Module) -> None:
 
     @wraps(forward)
     def run(input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        device, scores = input_ids.device, input_ids.numel() * input_ids.shape[-1]
-        with torch.autocast(device.type, enabled=False), attention_for(device, scores):
+        with torch.autocast(input_ids.device.type, enabled=False):  # a checkpointed layer remembers it
             return forward(input_ids, *args, **kwargs)
 
     model.forward = run

@@ -53,6 +53,7 @@ class RolloutServer:
             max_num_seqs=c.max_num_seqs,
             max_tokens_per_step=c.max_num_batched_tokens,
             max_model_len=self.max_model_len,
+            cuda_graphs=not c.enforce_eager,
         )
         self.engine = RolloutEngine(hf_config, self.recipe, sizes, self.store, device)
         self.host = EngineHost(self.engine)
