@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from tiny import make_engine, tiny_checkpoint, tiny_config, tiny_requests
+from tiny import tiny_checkpoint, tiny_config
 
 os.environ.setdefault("VERL_PLATFORM", "cpu")
 pytest.importorskip("verl")
 
-from tensordict import TensorDict
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
@@ -28,14 +26,13 @@ from verl.workers.config.actor import PolicyLossConfig
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.utils.losses import ppo_loss
 
+import verl_batches
 from tracefp4.adapters.verl import engine as adapter
 from tracefp4.adapters.verl.detached import CopyingActorWorker
 from tracefp4.adapters.verl.figures import rename_figures
-from tracefp4.adapters.verl.probes import PROBED
-from tracefp4.adapters.verl.rows import FIELD, make_note, stack_experts
 from tracefp4.errors import TracefpError
 from tracefp4.guidance import GuidanceError
-from tracefp4.guidance.disk import ShardStore
+from verl_batches import batch_of, nested, rollout
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,51 +69,8 @@ def make_verl_engine(checkpoint: Path, method: str, url: Path, **changes: Any) -
     return engine
 
 
-def rollout(method: str, url: Path, weights: Any, n: int = 6, probe_every: int = 0) -> tuple[list[Any], str]:
-    """n trajectories under the weights that a verl engine gives out; their records are in the store at url."""
-    store = ShardStore(str(url))
-    engine = make_engine(method, store=store, load=False)
-    engine.update_weights(stack_experts(weights), 0)
-    requests = tiny_requests(n, max_new_tokens=12, probe_every=probe_every)
-    done = engine.generate([replace(r, request_id=r.request_id + PROBED) if r.probe else r for r in requests])
-    assert store.close()
-    return done, engine.recipe.hash
-
-
-def batch_of(trajectories: list[Any], recipe_hash: str) -> TensorDict:
-    """The fields that verl's worker gets, nested as it gets them."""
-
-    def nested(rows: list[torch.Tensor]) -> torch.Tensor:
-        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-
-    tokens = [torch.tensor(t.token_ids) for t in trajectories]
-    routed = [torch.cat([t.routed_experts, t.routed_experts.new_zeros(1, *t.routed_experts.shape[1:])])
-              for t in trajectories]  # fmt: skip
-    fields = {
-        "input_ids": nested(tokens),
-        "position_ids": nested([torch.arange(len(t)) for t in tokens]),
-        "prompts": nested([torch.tensor(t.prompt_ids) for t in trajectories]),
-        "responses": nested([torch.tensor(t.response_ids) for t in trajectories]),
-        "loss_mask": nested([torch.ones(len(t.response_ids), dtype=torch.int64) for t in trajectories]),
-        "routed_experts": nested(routed),
-    }
-    notes = [{FIELD: make_note(t, recipe_hash)} for t in trajectories]
-    return tu.get_tensordict(
-        {**fields, "extra_fields": notes},
-        {"temperature": 1.0, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 3, "use_remove_padding": False},
-    )
-
-
-def response_logprobs(output: Any, trajectories: list[Any]) -> torch.Tensor:
-    rows = output["model_output"]["log_probs"].unbind()
-    return torch.cat([r[len(t.prompt_ids) - 1 : -1] for r, t in zip(rows, trajectories, strict=True)])
-
-
 def distance(engine: Any, trajectories: list[Any], recipe_hash: str) -> float:
-    with engine.eval_mode():
-        output = engine.infer_batch(batch_of(trajectories, recipe_hash))
-    rollout_logprobs = torch.cat([t.logprobs for t in trajectories])
-    return float((response_logprobs(output, trajectories) - rollout_logprobs).abs().mean())
+    return verl_batches.distance(engine, batch_of(trajectories, recipe_hash), trajectories)
 
 
 def measured(checkpoint: Path, method: str, url: Path) -> float:
@@ -218,11 +172,8 @@ def update(engine: Any, trajectories: list[Any], recipe_hash: str, loss_mode: st
     old = output["model_output"]["log_probs"].unbind()
     lengths = [len(t.response_ids) for t in trajectories]
 
-    def nested(rows: Any) -> torch.Tensor:
-        return torch.nested.as_nested_tensor([r.float() for r in rows], layout=torch.jagged)
-
     more = {
-        "old_log_probs": nested([r[-n - 1 : -1] for r, n in zip(old, lengths, strict=True)]),
+        "old_log_probs": nested([r[-n - 1 : -1].float() for r, n in zip(old, lengths, strict=True)]),
         "rollout_log_probs": nested([t.logprobs for t in trajectories]),
         "advantages": nested([torch.full((n,), 1.0 if i % 2 else -1.0) for i, n in enumerate(lengths)]),
         "response_mask": nested([torch.ones(n) for n in lengths]),

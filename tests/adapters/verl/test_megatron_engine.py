@@ -18,25 +18,24 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed (mak
 pytest.importorskip("verl", reason="verl is not installed (make test-megatron)")
 
 from hydra import compose, initialize_config_dir
-from tensordict import TensorDict
 from verl.trainer.config import CheckpointConfig
-from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig, MtpConfig
 from verl.workers.engine.base import EngineRegistry
 
 import fake_bridge
 import mcore_cpu
-from tiny import make_engine, tiny_checkpoint, tiny_config, tiny_requests
+import verl_batches
+from tiny import tiny_checkpoint, tiny_config
 from tracefp4.adapters.megatron.prepare import unwrapped
 from tracefp4.adapters.verl import engine as fsdp
 from tracefp4.adapters.verl import megatron as adapter
 from tracefp4.adapters.verl import plugin  # noqa: F401  registers the engines
-from tracefp4.adapters.verl.rows import FIELD, make_note, stack_experts
 from tracefp4.adapters.verl.settings import AdapterSettings, read_settings
 from tracefp4.errors import TracefpError
 from tracefp4.guidance import GuidanceError
 from tracefp4.guidance.disk import ShardStore
+from verl_batches import batch_of, rollout
 
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 LAYOUTS = pytest.mark.parametrize("packed", [True, False], ids=["thd", "bshd"])
@@ -79,46 +78,8 @@ def make_verl_engine(checkpoint: Path, method: str, url: Path, **changes: Any) -
     return engine
 
 
-def rollout(method: str, url: Path, weights: Any, n: int = 6) -> tuple[list[Any], str]:
-    """n trajectories under the weights that a verl engine gives out; their records are in the store at url."""
-    store = ShardStore(str(url))
-    engine = make_engine(method, store=store, load=False)
-    engine.update_weights(stack_experts(weights), 0)
-    done = engine.generate(tiny_requests(n, max_new_tokens=12))
-    assert store.close()
-    return done, engine.recipe.hash
-
-
-def batch_of(trajectories: list[Any], recipe_hash: str) -> TensorDict:
-    """The fields that verl's worker gets, nested as it gets them."""
-
-    def nested(rows: list[torch.Tensor]) -> torch.Tensor:
-        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-
-    tokens = [torch.tensor(t.token_ids) for t in trajectories]
-    routed = [torch.cat([t.routed_experts, t.routed_experts.new_zeros(1, *t.routed_experts.shape[1:])])
-              for t in trajectories]  # fmt: skip
-    fields = {
-        "input_ids": nested(tokens),
-        "position_ids": nested([torch.arange(len(t)) for t in tokens]),
-        "prompts": nested([torch.tensor(t.prompt_ids) for t in trajectories]),
-        "responses": nested([torch.tensor(t.response_ids) for t in trajectories]),
-        "loss_mask": nested([torch.ones(len(t.response_ids), dtype=torch.int64) for t in trajectories]),
-        "routed_experts": nested(routed),
-    }
-    notes = [{FIELD: make_note(t, recipe_hash)} for t in trajectories]
-    return tu.get_tensordict(
-        {**fields, "extra_fields": notes},
-        {"temperature": 1.0, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 3, "use_remove_padding": True},
-    )
-
-
 def distance(engine: Any, trajectories: list[Any], recipe_hash: str) -> float:
-    with engine.eval_mode():
-        output = engine.infer_batch(batch_of(trajectories, recipe_hash))
-    rows = output["model_output"]["log_probs"].unbind()
-    logprobs = torch.cat([r[len(t.prompt_ids) - 1 : -1] for r, t in zip(rows, trajectories, strict=True)])
-    return float((logprobs - torch.cat([t.logprobs for t in trajectories])).abs().mean())
+    return verl_batches.distance(engine, batch_of(trajectories, recipe_hash, use_remove_padding=True), trajectories)
 
 
 @LAYOUTS
@@ -143,7 +104,9 @@ def test_an_update_trains_the_guided_forward_and_its_weights_are_quantized_anew(
     engine = make_verl_engine(checkpoint, "trace-all", tmp_path / "g", use_remove_padding=packed)
     first, recipe_hash = rollout("trace-all", tmp_path / "g", engine.get_per_tensor_param()[0])
     with engine.train_mode():
-        metrics = engine.train_batch(batch_of(first, recipe_hash), loss_function=loss)["metrics"]
+        metrics = engine.train_batch(batch_of(first, recipe_hash, use_remove_padding=True), loss_function=loss)[
+            "metrics"
+        ]
     assert metrics["guidance/guided_rows"].aggregate() == sum(t.num_rows for t in first)
     assert metrics["guidance/rows"].aggregate() == metrics["router/replayed_rows"].aggregate()
     assert metrics["grad_norm"] > 0
@@ -169,7 +132,11 @@ def test_recomputed_micro_batches_give_the_same_gradients(checkpoint: Path, tmp_
         if not norms:
             done, recipe_hash = rollout("trace-all", tmp_path / "g", engine.get_per_tensor_param()[0])
         with engine.train_mode():
-            norms.append(engine.train_batch(batch_of(done, recipe_hash), loss_function=loss)["metrics"]["grad_norm"])
+            norms.append(
+                engine.train_batch(batch_of(done, recipe_hash, use_remove_padding=True), loss_function=loss)["metrics"][
+                    "grad_norm"
+                ]
+            )
         assert engine.guided.context.keep_weights == (not recompute)
         assert engine.guided.context.current is None
     assert norms[0] == norms[1] == norms[2] > 0

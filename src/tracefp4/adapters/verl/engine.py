@@ -208,10 +208,12 @@ def _check_dtype(settings: AdapterSettings, engine_config: Any) -> None:
 
 
 def register() -> None:
-    """Takes the place of verl's FSDP engine for language models: on our CPU platform, and on NVIDIA GPUs."""
-    held = EngineRegistry._engines.get("language_model", {}).get("fsdp2", {})
+    take_the_place(TracefpFSDPEngine, "fsdp", "fsdp2")
+
+
+def take_the_place(engine: type, *backends: str) -> None:
+    """Of verl's engines for language models, on our CPU platform and on NVIDIA GPUs; once is enough."""
+    held = EngineRegistry._engines.get("language_model", {}).get(backends[-1], {})
     for device, vendor in (("cpu", "cpu"), ("cuda", "nvidia")):
         if (device, vendor) not in held:
-            EngineRegistry.register(
-                model_type="language_model", backend=["fsdp", "fsdp2"], device=device, vendor=vendor
-            )(TracefpFSDPEngine)
+            EngineRegistry.register("language_model", list(backends), device=device, vendor=vendor)(engine)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from verl.models.mcore.util import preprocess_bshd_engine, preprocess_thd_engine
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import AggregationType, Metric
-from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
 from tracefp4.adapters.megatron.context import LocalMicroBatch, ScheduledContext
@@ -242,10 +241,4 @@ def _refuse_unsupported(settings: AdapterSettings, model_config: Any, engine_con
 
 
 def register() -> None:
-    """Takes the place of verl's Megatron engine for language models: on our CPU platform, and on NVIDIA GPUs."""
-    held = EngineRegistry._engines.get("language_model", {}).get("megatron", {})
-    for device, vendor in (("cpu", "cpu"), ("cuda", "nvidia")):
-        if (device, vendor) not in held:
-            EngineRegistry.register(model_type="language_model", backend="megatron", device=device, vendor=vendor)(
-                TracefpMegatronEngine
-            )
+    state.take_the_place(TracefpMegatronEngine, "megatron")

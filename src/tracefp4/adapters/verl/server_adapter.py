@@ -87,6 +87,7 @@ class ServerAdapter(BaseRollout):
         if self.device_mesh is not None:  # a trainer worker, whose engine should have been prepared
             raise TracefpError(
                 "this worker's model was not prepared for rollout.name=tracefp4: its engine is not tracefp4's (use "
-                "actor_rollout_ref.actor.strategy=fsdp2 and leave VERL_ENGINE_DEVICE and VERL_ENGINE_VENDOR unset)"
+                "actor_rollout_ref.actor.strategy=fsdp2 or megatron, and leave VERL_ENGINE_DEVICE and "
+                "VERL_ENGINE_VENDOR unset)"
             )
         return settings.recipe(self.model_config.hf_config.num_hidden_layers).hash

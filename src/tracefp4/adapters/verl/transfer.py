@@ -84,7 +84,7 @@ class RayCheckpointEngine(CheckpointEngine):
         if engine.recipe_hash is None:
             raise TracefpError(
                 f"checkpoint_engine.backend={BACKEND} sends weights that tracefp4 trains, and this worker's model was "
-                "not prepared by it; set actor_rollout_ref.actor.strategy=fsdp2"
+                "not prepared by it; set actor_rollout_ref.actor.strategy=fsdp2 or megatron"
             )
         if self.is_master:
             await self.mailbox.put.remote({"recipe": engine.recipe_hash, "version": global_steps})

@@ -1,0 +1,68 @@
+"""What the tests of verl's two engines share: a rollout under an engine's weights, and the batch that verl makes of it.
+
+Imports verl: import it after ``pytest.importorskip("verl")``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+
+from tiny import make_engine, tiny_requests
+from tracefp4.adapters.verl.probes import PROBED
+from tracefp4.adapters.verl.rows import FIELD, make_note, stack_experts
+from tracefp4.guidance.disk import ShardStore
+
+
+def rollout(method: str, url: Path, weights: Any, n: int = 6, probe_every: int = 0) -> tuple[list[Any], str]:
+    """n trajectories under the weights that a verl engine gives out; their records are in the store at url."""
+    store = ShardStore(str(url))
+    engine = make_engine(method, store=store, load=False)
+    engine.update_weights(stack_experts(weights), 0)
+    requests = tiny_requests(n, max_new_tokens=12, probe_every=probe_every)
+    done = engine.generate([replace(r, request_id=r.request_id + PROBED) if r.probe else r for r in requests])
+    assert store.close()
+    return done, engine.recipe.hash
+
+
+def nested(rows: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def batch_of(trajectories: list[Any], recipe_hash: str, use_remove_padding: bool = False) -> TensorDict:
+    """The fields that verl's worker gets, nested as it gets them."""
+    tokens = [torch.tensor(t.token_ids) for t in trajectories]
+    routed = [torch.cat([t.routed_experts, t.routed_experts.new_zeros(1, *t.routed_experts.shape[1:])])
+              for t in trajectories]  # fmt: skip
+    fields = {
+        "input_ids": nested(tokens),
+        "position_ids": nested([torch.arange(len(t)) for t in tokens]),
+        "prompts": nested([torch.tensor(t.prompt_ids) for t in trajectories]),
+        "responses": nested([torch.tensor(t.response_ids) for t in trajectories]),
+        "loss_mask": nested([torch.ones(len(t.response_ids), dtype=torch.int64) for t in trajectories]),
+        "routed_experts": nested(routed),
+    }
+    notes = [{FIELD: make_note(t, recipe_hash)} for t in trajectories]
+    return tu.get_tensordict(
+        {**fields, "extra_fields": notes},
+        {
+            "temperature": 1.0,
+            "use_dynamic_bsz": False,
+            "micro_batch_size_per_gpu": 3,
+            "use_remove_padding": use_remove_padding,
+        },
+    )
+
+
+def distance(engine: Any, batch: TensorDict, trajectories: list[Any]) -> float:
+    """Mean |log-prob difference| of the responses between a verl engine and the rollout."""
+    with engine.eval_mode():
+        output = engine.infer_batch(batch)
+    rows = output["model_output"]["log_probs"].unbind()
+    logprobs = torch.cat([r[len(t.prompt_ids) - 1 : -1] for r, t in zip(rows, trajectories, strict=True)])
+    return float((logprobs - torch.cat([t.logprobs for t in trajectories])).abs().mean())
