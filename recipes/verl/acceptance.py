@@ -71,6 +71,7 @@ def run(
     (folder / "metrics.jsonl").unlink(missing_ok=True)
     command = [str(Path(__file__).with_name(f"run_{device}.sh")), str(folder), f"{METHOD_KEY}={mode}"]
     command += [f"trainer.total_training_steps={steps}", *overrides]
+    begun = time.time()
     with (folder / "log.txt").open("w") as log:
         environment = os.environ | {"PYTHON": sys.executable}
         if device == "gpu":  # one policy for all modes
@@ -82,7 +83,7 @@ def run(
             _end(process)
             raise TimeoutError(f"mode {mode} was stopped after {seconds:.0f} s") from None
     if code:
-        print(log_ends(folder), file=sys.stderr)
+        print(log_ends(folder, begun), file=sys.stderr)
         raise SystemExit(f"mode {mode} ended with code {code}; see {folder / 'log.txt'}")
     return read_metrics(folder / "metrics.jsonl")
 
@@ -97,11 +98,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def log_ends(folder: Path, ray_logs: Path = Path("/tmp/ray/session_latest/logs"), lines: int = 60) -> str:
-    """The last lines of a run's log, and of each log of a Ray worker that tells of an error."""
+RAY_LOGS = Path("/tmp/ray/session_latest/logs")
+
+
+def log_ends(folder: Path, since: float, ray_logs: Path = RAY_LOGS, lines: int = 60) -> str:
+    """The last lines of a run's log, and of each log of a Ray worker that was written ``since`` (seconds of the epoch)
+    and has a traceback."""
     texts = [folder / "log.txt"]
     for path in sorted(ray_logs.glob("worker-*.err")) + sorted(ray_logs.glob("worker-*.out")):
-        if "Error" in path.read_text(errors="replace"):
+        if path.stat().st_mtime >= since and "Traceback (most" in path.read_text(errors="replace"):
             texts.append(path)
     ends = [(path, path.read_text(errors="replace").splitlines()[-lines:]) for path in texts[:6]]
     return "\n".join(line for path, end in ends for line in (f"==> {path} <==", *end))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -107,12 +108,14 @@ def test_a_run_past_its_time_is_ended(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_failed_run_shows_the_ends_of_its_logs(tmp_path: Path) -> None:
     (tmp_path / "log.txt").write_text("begun\n" * 100 + "ended\n")
-    (tmp_path / "worker-1.err").write_text("ValueError: a reason\n")
-    (tmp_path / "worker-2.err").write_text("all well\n")
-    text = acceptance.log_ends(tmp_path, ray_logs=tmp_path, lines=3)
+    for i in (1, 2, 3):
+        (tmp_path / f"worker-{i}.err").write_text("Traceback (most recent call last):\nValueError: a reason\n")
+    (tmp_path / "worker-2.err").write_text("no torchtitan: ModuleNotFoundError\n")
+    os.utime(tmp_path / "worker-3.err", (1, 1))  # of a run before
+    text = acceptance.log_ends(tmp_path, since=2.0, ray_logs=tmp_path, lines=2)
     assert text.splitlines() == [
-        f"==> {tmp_path / 'log.txt'} <==", "begun", "begun", "ended",
-        f"==> {tmp_path / 'worker-1.err'} <==", "ValueError: a reason",
+        f"==> {tmp_path / 'log.txt'} <==", "begun", "ended",
+        f"==> {tmp_path / 'worker-1.err'} <==", "Traceback (most recent call last):", "ValueError: a reason",
     ]  # fmt: skip
 
 
