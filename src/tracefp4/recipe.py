@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from tracefp4 import formats
@@ -106,9 +107,9 @@ class QuantRecipe:
     def pow2(self) -> bool:
         return self.encode_scale == "row-pow2"
 
-    @property
+    @cached_property
     def hash(self) -> str:
-        """First 16 hex digits of the SHA-256 of the recipe as canonical JSON."""
+        """First 16 hex digits of the SHA-256 of the recipe as canonical JSON; made once."""
         fields = asdict(self)
         if self.compensation is None:  # what is not there changes no hash of earlier versions
             del fields["compensation"]

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -162,8 +163,10 @@ class TrainBatch:
 
     input_ids int64 [B, T]; attention_mask bool [B, T], True on real tokens; response_mask bool [B, T - 1],
     True where position t predicts a sampled response token (token t + 1); rollout_logprobs f32 [B, T - 1], 0 outside
-    response_mask; advantages f32 [B]; trajectories: the source objects, in row order. head_ids int64, head_logprobs f32
-    [B, T - 1, k]: the rollout's likeliest tokens, -Inf where there is none; None where no trajectory has them.
+    response_mask; advantages f32 [B]; trajectories: the source objects, in row order; response_at int64 [n]: the flat
+    indices of what response_mask marks, known beforehand, as a mask itself would have the host wait for the device.
+    head_ids int64, head_logprobs f32 [B, T - 1, k]: the rollout's likeliest tokens, -Inf where there is none; None
+    where no trajectory has them.
     """
 
     input_ids: Tensor
@@ -172,28 +175,32 @@ class TrainBatch:
     rollout_logprobs: Tensor
     advantages: Tensor
     trajectories: Sequence[Trajectory]
+    response_at: Tensor
     head_ids: Tensor | None = None
     head_logprobs: Tensor | None = None
 
     @staticmethod
     def collate(trajectories: Sequence[Trajectory], pad_id: int, device: torch.device | str = "cpu") -> TrainBatch:
         """Pads trajectories on the right. Raises ValueError where log-probs and response disagree in length."""
-        lengths = [len(t.token_ids) for t in trajectories]
-        B, T = len(lengths), max(lengths)
-        input_ids = torch.full((B, T), pad_id, dtype=torch.int64)
-        attention_mask = torch.zeros(B, T, dtype=torch.bool)
-        response_mask = torch.zeros(B, T - 1, dtype=torch.bool)
-        rollout_logprobs = torch.zeros(B, T - 1)
-        for b, t in enumerate(trajectories):
+        for t in trajectories:
             if len(t.logprobs) != len(t.response_ids):
                 raise ValueError(
                     f"trajectory {t.request_id}: {len(t.logprobs)} log-probs for {len(t.response_ids)} response tokens"
                 )
-            n, p = lengths[b], len(t.prompt_ids)
-            input_ids[b, :n] = torch.tensor(t.token_ids)
-            attention_mask[b, :n] = True
-            response_mask[b, p - 1 : n - 1] = t.sampled_mask
-            rollout_logprobs[b, p - 1 : n - 1] = t.logprobs
+        prompts = torch.tensor([len(t.prompt_ids) for t in trajectories])[:, None]
+        lengths = prompts + torch.tensor([len(t.response_ids) for t in trajectories])[:, None]
+        B, T = len(lengths), int(lengths.max())
+        # All trajectories at once: row by row, each would cost some ten operations.
+        at = torch.arange(T)
+        attention_mask = at < lengths
+        input_ids = torch.full((B, T), pad_id, dtype=torch.int64)
+        tokens = chain.from_iterable(ids for t in trajectories for ids in (t.prompt_ids, t.response_ids))
+        input_ids[attention_mask] = torch.tensor(list(tokens), dtype=torch.int64)
+        response_mask = (at[:-1] >= prompts - 1) & (at[:-1] < lengths - 1)
+        rollout_logprobs = torch.zeros(B, T - 1)
+        rollout_logprobs[response_mask] = torch.cat([t.logprobs for t in trajectories])
+        if any(t.sampled is not None for t in trajectories):
+            response_mask[response_mask.clone()] = torch.cat([t.sampled_mask for t in trajectories])
         advantages = torch.tensor([t.advantage for t in trajectories], dtype=torch.float32)
         head = _collate_heads(trajectories, T)
         return TrainBatch(
@@ -203,6 +210,7 @@ class TrainBatch:
             to_device(rollout_logprobs, device),
             to_device(advantages, device),
             trajectories,
+            to_device(response_mask.view(-1).nonzero()[:, 0], device),
             *(None if h is None else h.to(device) for h in head),
         )
 

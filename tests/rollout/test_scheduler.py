@@ -82,7 +82,7 @@ class Machine:
             s.seq.num_computed = s.stop
             s.seq.row_versions.extend([0] * (s.stop - s.start))
             if s.samples:
-                s.seq.append(7, 0.0, 0)
+                s.seq.extend([7], [0.0], 0)
                 if s.seq.finish_reason:
                     assert s.seq.num_computed == len(s.seq.tokens) - 1 == len(s.seq.row_versions)
                     self.finish(s.seq, s.seq.finish_reason)

@@ -76,7 +76,7 @@ class RolloutWorker:
         while True:
             self._read_messages()
             self._start_groups()
-            busy = self.engine.scheduler.unfinished > 0
+            busy = self.engine.busy
             if busy:
                 for trajectory in self.engine.step(self._exchanges):
                     self._take(trajectory)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from tracefp4.guidance.schema import GuidanceError
@@ -124,7 +123,7 @@ class TrajectoryGuidance:
             if scale is not None:
                 tensors.append(scale)
         for t in tensors:
-            crc = zlib.crc32(t.contiguous().view(-1).view(torch.uint8).numpy().data, crc)
+            crc = zlib.crc32(t.contiguous().numpy().data, crc)
         return crc
 
 

@@ -87,11 +87,12 @@ class SiteObserver:
         values = get_format(mine.format).dequantize(mine)
         s[f"d2/{when}"] += (values - truth_values).double().pow(2).sum()
 
-    def observe_routing(self, own_NK: Tensor, replayed_NK: Tensor) -> None:
-        """Counts rows whose top-k set differs from the rollout's; int64 [n, K] each, valid rows only."""
+    def observe_routing(self, own_NK: Tensor, replayed_NK: Tensor, valid_N: Tensor) -> None:
+        """Counts valid rows whose top-k set differs from the rollout's; int64 [N, K] each, bool [N]."""
         same = (own_NK.sort(-1).values == replayed_NK.sort(-1).values).all(-1)
-        self._routing[0] += (~same).sum()
-        self._routing[1] += same.numel()
+        # Sums over all rows: taking the valid ones would have the host wait for their number.
+        self._routing[0] += (valid_N & ~same).sum()
+        self._routing[1] += valid_N.sum()
 
     def totals(self) -> Totals:
         """What the rates are made of, as numbers that other processes' can be added to."""
@@ -108,8 +109,9 @@ class SiteObserver:
     def metrics(self) -> dict[str, float]:
         """``code_mismatch/{before,after}[/site/layer]`` and the other rates; empty where nothing was observed."""
         out: dict[str, float] = {}
-        if self._routing[1]:
-            out["router/topk_disagreement"] = int(self._routing[0]) / int(self._routing[1])
+        differ, rows = (int(n) for n in self._routing)
+        if rows:
+            out["router/topk_disagreement"] = differ / rows
         if not self._sums:
             return out
         total: dict[str, float] = defaultdict(float)

@@ -24,7 +24,7 @@ def replay_hook(context: GuidanceContext, layer: int) -> Any:
         logits, gates, own = output
         experts, valid = mb.experts[layer]
         if context.observer is not None:
-            context.observer.observe_routing(own[valid], experts[valid])
+            context.observer.observe_routing(own, experts, valid)
         if not context.forward.replay:
             return None
         chosen = torch.where(valid[:, None], experts, own)

@@ -27,6 +27,7 @@ from tracefp4.guidance.stream import StreamRecorder
 from tracefp4.rollout.kernel_model import KernelModel, KernelStep, Recording
 from tracefp4.rollout.paged_pool import PagedPool
 from tracefp4.rollout.sampler import NOT_FINITE, SamplingTensors, draw
+from tracefp4.rollout.sequence import Drawn
 from tracefp4.rollout.sequence import Sequence as Seq
 from tracefp4.types import SamplingParams
 
@@ -164,9 +165,9 @@ class DecodeRunner:
 
     # -- the batch -----------------------------------------------------------------------------------------------
 
-    def run(self, batch: Sequence[Seq], before_wait: Callable[[], None] | None = None) -> list[list[tuple[int, float]]]:
-        """Forwards each sequence's last token, samples the next, and so on: [(token, log-prob), ...] of each sequence,
-        up to its stop token, in the order of the batch.
+    def run(self, batch: Sequence[Seq], before_wait: Callable[[], None] | None = None) -> list[Drawn]:
+        """Forwards each sequence's last token, samples the next, and so on: what was drawn for each sequence, up to its
+        stop token, in the order of the batch.
 
         before_wait: called while the device works. Raises FloatingPointError where logits are not finite; the same
         batch can be run again then.
@@ -183,6 +184,7 @@ class DecodeRunner:
             self._size = size
             self._send(rows, same)
             self._launch(max(1, self._possible()))
+            self._flying = True  # should anything raise below, the very same batch finds what was drawn for it
         self._send_tables(rows)  # of the steps after these
         if before_wait is not None:
             before_wait()
@@ -206,7 +208,7 @@ class DecodeRunner:
         self._lengths[stops[:-1].any(0)] = -1  # the device went on behind a stop: such a row is no known one
         counts = live.sum(0).tolist()
         drawn = [
-            list(zip(row[:count], values, strict=False))
+            (row[:count], values[:count])
             for row, values, count in zip(ids.T.tolist(), out[:, 1].T.tolist(), counts, strict=True)
         ]
         return [drawn[self._row_of[id(s)]] for s in batch]

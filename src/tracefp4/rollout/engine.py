@@ -30,7 +30,7 @@ from tracefp4.rollout.model import Captured, ModelShape, RolloutModel, StepInput
 from tracefp4.rollout.native import NativeModel, find_provider
 from tracefp4.rollout.sampler import sample
 from tracefp4.rollout.scheduler import Scheduled, Scheduler
-from tracefp4.rollout.sequence import Sequence, Status
+from tracefp4.rollout.sequence import Drawn, Sequence, Status
 from tracefp4.types import GuidanceHandle, OnTurn, Request, Trajectory
 
 
@@ -216,16 +216,21 @@ class RolloutEngine:
         Where its last rows are not in the cache (it waited, was half prefilled or preempted), the record holds the
         rows there are, the others have version -1, and routed_experts is None.
         """
-        if request_id not in self._by_id:
-            raise TracefpError(f"request id {request_id} is not in the engine")
-        seq = self._by_id[request_id]
-        if seq.status is not Status.FINISHED:
-            seq.finish_reason = "abort"
-            self._finish(seq)
-        self._collect(wait=True)
-        (own,) = [t for t in self._ended if t.request_id == request_id]
-        self._ended.remove(own)
-        return own
+        seq = self._by_id.get(request_id)
+        if seq is not None:
+            if seq.status is not Status.FINISHED:
+                seq.finish_reason = "abort"
+                self._finish(seq)
+            self._collect(wait=True)
+        for i, own in enumerate(self._ended):
+            if own.request_id == request_id:
+                return self._ended.pop(i)
+        raise TracefpError(f"request id {request_id} is not in the engine")
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests are unfinished or trajectories not handed out yet: ``step`` has something to do."""
+        return bool(self._by_id or self._ended)
 
     # -- the step ---------------------------------------------------------------------------------------------
 
@@ -235,12 +240,15 @@ class RolloutEngine:
         batch = self.scheduler.schedule()
         if batch:
             self._sample(batch, self._run(batch), on_turn)
-        self._collect(wait=not self.scheduler.unfinished)
+        # Over the kernels what ended is worked off in the next step, while the device computes, where there is one.
+        last = not self.scheduler.unfinished
+        if last or not batch or self.kernels is None:
+            self._collect(wait=last)
         ended, self._ended = self._ended, []
         return ended
 
-    def _run(self, batch: list[Scheduled]) -> list[list[tuple[int, float]]]:
-        """Forwards and records the batch; [(token, log-prob), ...] of every sequence whose rows are complete."""
+    def _run(self, batch: list[Scheduled]) -> list[Drawn]:
+        """Forwards and records the batch; what was drawn for every sequence whose rows are complete."""
         if self.kernels is not None:
             # Slots of the tokens to come: of these steps and of the next, so that they can be launched at once.
             more = 2 * self.kernels.runner.burst - 1
@@ -249,7 +257,7 @@ class RolloutEngine:
                 if len(seq.tokens) + more > len(seq.block_table) * self.blocks.page_size:
                     last = seq.num_prompt + seq.request.sampling.max_new_tokens
                     self.blocks.reserve(seq, min(len(seq.tokens) + more, last))
-            return self.kernels.run(batch)
+            return self.kernels.run(batch, lambda: self._collect(wait=False))
         step = self._prepare(batch)
         logits, captured = self.model.forward(step, self.pool)
         self._record(batch, step, captured)
@@ -259,7 +267,7 @@ class RolloutEngine:
         positions = torch.tensor([len(s.tokens) for s in seqs], device=logits.device)
         ids, logprobs = sample(logits, [s.request.sampling for s in seqs], positions)
         keep_heads(seqs, logits)
-        return [[pair] for pair in zip(ids.tolist(), logprobs.tolist(), strict=True)]
+        return [([i], [p]) for i, p in zip(ids.tolist(), logprobs.tolist(), strict=True)]
 
     def generate(
         self,
@@ -337,7 +345,7 @@ class RolloutEngine:
         if captured.experts is not None:
             self._experts.index_copy_(0, step.slots, captured.experts)
 
-    def _sample(self, batch: list[Scheduled], drawn: list[list[tuple[int, float]]], on_turn: OnTurn | None) -> None:
+    def _sample(self, batch: list[Scheduled], drawn: list[Drawn], on_turn: OnTurn | None) -> None:
         """Hands every sequence its tokens, and ends those whose response is over."""
         seqs = [s.seq for s in batch if s.samples]
         # Settled only now: where sampling raises, the same rows simply run again.
@@ -348,12 +356,11 @@ class RolloutEngine:
                 s.seq.row_versions.append(version)
             else:
                 s.seq.row_versions.extend([version] * (s.stop - s.start))
-        for seq, pairs in zip(seqs, drawn, strict=True):
-            for token, logprob in pairs:
-                seq.append(token, logprob, version)
-            if len(pairs) > 1:  # each but the last was forwarded, too
-                seq.num_computed += len(pairs) - 1
-                seq.row_versions.extend([version] * (len(pairs) - 1))
+        for seq, (tokens, logprobs) in zip(seqs, drawn, strict=True):
+            seq.extend(tokens, logprobs, version)
+            if len(tokens) > 1:  # each but the last was forwarded, too
+                seq.num_computed += len(tokens) - 1
+                seq.row_versions.extend([version] * (len(tokens) - 1))
             if on_turn is not None and seq.finish_reason == "stop":
                 self._ask(seq, on_turn)
         for seq in seqs:
@@ -393,9 +400,10 @@ class RolloutEngine:
             self.kernels.poll(wait)
         while self._ending and all(r is None or r.ready for r in self._ending[0][1:]):
             seq, own, probe = self._ending.popleft()
-            name, rows = seq.request.request_id, self._row_fields(seq)
+            name = seq.request.request_id
             has_experts = own is not None and own.layout.routed[0]
             guided = own is not None and own.layout.sizes
+            rows = self._row_fields(seq) if guided or probe is not None else ()
             self._end(
                 seq,
                 own.experts() if own is not None and has_experts else None,
@@ -419,7 +427,7 @@ class RolloutEngine:
         row_versions = torch.tensor(seq.row_versions, dtype=torch.int32)
         missing = len(seq.tokens) - 1 - len(row_versions)
         if missing:
-            experts = None
+            experts, row_versions = None, F.pad(row_versions, (0, missing), value=-1)
         if experts is not None:
             experts[: seq.num_recomputed] = -1  # two passes chose them; neither is right for all later tokens
         trajectory = Trajectory(
@@ -428,7 +436,7 @@ class RolloutEngine:
             response_ids=seq.response,
             logprobs=torch.tensor(seq.logprobs),
             versions=torch.tensor(seq.versions, dtype=torch.int32),
-            row_versions=F.pad(row_versions, (0, missing), value=-1),
+            row_versions=row_versions,
             routed_experts=experts,
             finish_reason=seq.finish_reason or "abort",
             sampled=None if all(seq.sampled) else torch.tensor(seq.sampled),

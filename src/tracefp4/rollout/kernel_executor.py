@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -19,6 +20,7 @@ from tracefp4.rollout.model import ModelShape
 from tracefp4.rollout.paged_pool import PagedPool
 from tracefp4.rollout.sampler import sample
 from tracefp4.rollout.scheduler import Scheduled
+from tracefp4.rollout.sequence import Drawn
 
 CONTEXT_ROWS = 1 << 16
 """Context rows that a prefill step reads back at a time (one sequence's at least)."""
@@ -71,24 +73,25 @@ class KernelExecutor:
         if self.probe is None and (layout := row_layout(self.model.shape, self.recipe, probe=True)) is not None:
             self.probe = self.runner.probe = self._make_recorder(layout)
 
-    def run(self, batch: list[Scheduled]) -> list[list[tuple[int, float]]]:
-        """[(token, log-prob), ...] of every scheduled sequence whose rows are complete, in order: one of each, or, in
-        decode steps, up to ``steps_per_sync``.
+    def run(self, batch: list[Scheduled], meanwhile: Callable[[], None] | None = None) -> list[Drawn]:
+        """What was drawn for every scheduled sequence whose rows are complete, in order: a token each, or, in decode
+        steps, up to ``steps_per_sync``. meanwhile: called while the device works.
 
         Raises FloatingPointError where logits are not finite; the same rows can run again then.
         """
+        meanwhile = meanwhile or self.poll
         if all(s.stop - s.start == 1 and s.samples for s in batch):
-            return self.runner.run([s.seq for s in batch], self.poll)
+            return self.runner.run([s.seq for s in batch], meanwhile)
         probed = self.probe is not None and any(s.seq.request.probe for s in batch)
         step = self._prepare(batch, probed)
         logits = self.model.run(step, self.pool)
-        self.poll()
+        meanwhile()
         seqs = [s.seq for s in batch if s.samples]
         if not seqs:
             return []
         positions = torch.tensor([len(s.tokens) for s in seqs], device=self.device)
         ids, logprobs = sample(logits, [s.request.sampling for s in seqs], positions, self.model.backend)
-        return [[pair] for pair in zip(ids.tolist(), logprobs.tolist(), strict=True)]
+        return [([i], [p]) for i, p in zip(ids.tolist(), logprobs.tolist(), strict=True)]
 
     def _prepare(self, batch: list[Scheduled], probed: bool) -> KernelStep:
         """Rows of any number per sequence; where each has one, attention is that of a decode step."""

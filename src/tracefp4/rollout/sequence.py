@@ -9,6 +9,9 @@ from torch import Tensor
 
 from tracefp4.types import Request
 
+Drawn = tuple[list[int], list[float]]
+"""Tokens that a step drew for a sequence, in order, up to its stop token, and their log-probs."""
+
 
 class Status(Enum):
     WAITING = "waiting"
@@ -62,15 +65,16 @@ class Sequence:
         """Tokens of the current turn, the stop token included."""
         return tuple(self.tokens[self.turn_start :])
 
-    def append(self, token: int, logprob: float, version: int) -> None:
-        """Takes a sampled token and settles whether it ends the response."""
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        self.versions.append(version)
-        self.sampled.append(True)
+    def extend(self, tokens: list[int], logprobs: list[float], version: int) -> None:
+        """Takes sampled tokens and settles whether the last ends the response; none before it does."""
+        n = len(tokens)
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.versions += [version] * n
+        self.sampled += [True] * n
         request = self.request
         sampling = request.sampling
-        if token in sampling.stop_token_ids:
+        if tokens[-1] in sampling.stop_token_ids:
             self.finish_reason = "stop"
         elif len(self.tokens) - len(request.prompt_ids) >= sampling.max_new_tokens:
             self.finish_reason = "length"

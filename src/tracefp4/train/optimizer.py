@@ -34,14 +34,21 @@ class MasterOptimizer:
 
     def accumulate(self) -> None:
         """Adds the model's gradients to the masters' and clears the former; call after each backward."""
+        first: tuple[list[Tensor], list[Tensor]] = ([], [])
+        more: tuple[list[Tensor], list[Tensor]] = ([], [])
         for p, m in zip(self.params, self.masters, strict=True):
             if p is m or p.grad is None:
                 continue
+            to, grads = first if m.grad is None else more
             if m.grad is None:
-                m.grad = p.grad.float()
-            else:
-                m.grad += p.grad
+                m.grad = torch.empty_like(m)
+            to.append(m.grad)
+            grads.append(p.grad)
             p.grad = None
+        if first[0]:
+            torch._foreach_copy_(*first)
+        if more[0]:
+            torch._foreach_add_(*more)
 
     def step(self, lr: float) -> float:
         """Clips, updates, writes the weights back; returns the gradient norm before clipping.
@@ -57,9 +64,9 @@ class MasterOptimizer:
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
         with torch.no_grad():
-            for p, m in zip(self.params, self.masters, strict=True):
-                if p is not m:
-                    p.copy_(m)
+            pairs = [(p, m) for p, m in zip(self.params, self.masters, strict=True) if p is not m]
+            if pairs:
+                torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
         return norm
 
     def state_tensors(self, model: nn.Module) -> dict[str, Tensor]:

@@ -62,13 +62,23 @@ def usable_rows(
 
     start: the trajectory's row that is the record's first.
     """
-    tokens = torch.tensor(trajectory.token_ids[start : start + record.rows], dtype=torch.int32)
-    same_token = record.token_ids == tokens
-    fresh = version - record.versions <= max_version_diff
-    counts.reasons["token"] += int((~same_token).sum())
-    counts.reasons["stale"] += int((same_token & ~fresh).sum())
-    counts.reasons["invalid"] += int((same_token & fresh & ~record.valid).sum())
-    return same_token & fresh & record.valid
+    tokens = trajectory.token_ids[start : start + record.rows]
+    return _usable(record.token_ids, record.versions, record.valid, tokens, version - max_version_diff, counts)
+
+
+def _usable(
+    recorded: Tensor, versions: Tensor, valid: Tensor, tokens: Sequence[int], oldest: int, counts: RowCounts
+) -> Tensor:
+    """bool [rows], of rows of any number of records behind one another. recorded, versions int32, valid bool: theirs;
+    tokens: the trajectories'."""
+    same_token = recorded == torch.tensor(tokens, dtype=torch.int32)
+    fresh = versions >= oldest
+    usable = same_token & fresh
+    same, young, good = int(same_token.sum()), int(usable.sum()), int(usable.logical_and_(valid).sum())
+    counts.reasons["token"] += len(recorded) - same
+    counts.reasons["stale"] += same - young
+    counts.reasons["invalid"] += young - good
+    return usable
 
 
 def fetch(
@@ -159,6 +169,21 @@ def replayed_experts(
     Padding, last tokens, rows marked -1 (recomputed after a preemption) and rows of versions below oldest_version are
     invalid: there the router chooses by itself.
     """
+    return _by_layer(*_host_experts(batch, moe_layers, experts_per_token, oldest_version), moe_layers, batch)
+
+
+def _by_layer(
+    experts: Tensor, valid: Tensor, moe_layers: Sequence[int], batch: TrainBatch
+) -> dict[int, tuple[Tensor, Tensor]]:
+    device = batch.input_ids.device
+    experts, flat = to_device(experts, device).long().flatten(0, 1), to_device(valid.view(-1), device)
+    return {layer: (experts[:, i].contiguous(), flat) for i, layer in enumerate(moe_layers)}
+
+
+def _host_experts(
+    batch: TrainBatch, moe_layers: Sequence[int], experts_per_token: int, oldest_version: int
+) -> tuple[Tensor, Tensor]:
+    """(int16 [B, T, layers, K], bool [B, T] valid) on the host."""
     B, T = batch.input_ids.shape
     experts = torch.zeros(B, T, len(moe_layers), experts_per_token, dtype=torch.int16)
     valid = torch.zeros(B, T, dtype=torch.bool)
@@ -172,11 +197,11 @@ def replayed_experts(
                 f"expected {(n, len(moe_layers), experts_per_token)}"
             )
         if moe_layers:
-            experts[b, :n] = t.routed_experts.clamp(min=0)
-            valid[b, :n] = (t.routed_experts[:, 0, 0] >= 0) & (t.row_versions >= oldest_version)
-    device = batch.input_ids.device
-    experts, flat = to_device(experts, device).long(), to_device(valid.view(-1), device)
-    return {layer: (experts[:, :, i].reshape(B * T, -1), flat) for i, layer in enumerate(moe_layers)}
+            experts[b, :n] = t.routed_experts
+            valid[b, :n] = t.row_versions >= oldest_version
+    if moe_layers:
+        valid &= experts[:, :, 0, 0] >= 0
+    return experts.clamp_(min=0), valid
 
 
 def split_micro_batches(trajectories: Sequence[Trajectory], size: int, tokens: int = 0) -> list[list[Trajectory]]:
@@ -226,14 +251,15 @@ class MicroBatchBuilder:
         it by more than max_version_diff fall back."""
         self._key += 1
         oldest = version - self.max_version_diff
-        experts = replayed_experts(batch, self.moe_layers, self.experts_per_token, oldest)
-        mb = MicroBatch(self._key, experts=experts)
-        counts.add_replay(batch, experts)
+        host = _host_experts(batch, self.moe_layers, self.experts_per_token, oldest)
+        counts.add_replay(batch, dict.fromkeys(self.moe_layers[:1], host))
+        mb = MicroBatch(self._key, experts=_by_layer(*host, self.moe_layers, batch))
         T = batch.input_ids.shape[1]
         if self.guided and self.recipe.guided_layers:
             records, usable = self._records(batch, version, counts)
             counts.total += sum(t.num_rows for t in batch.trajectories)
-            counts.guided += sum(int(m.sum()) for m in usable if m is not None)
+            there = [m for m in usable if m is not None]
+            counts.guided += int(torch.cat(there).sum()) if there else 0
             layers = self.recipe.guided_layers
             device = batch.input_ids.device
             mb.guidance = assemble(records, usable, self.recipe, self.recipe.bits, layers, self.widths, T, device)
@@ -245,11 +271,16 @@ class MicroBatchBuilder:
     ) -> tuple[list[TrajectoryGuidance | None], list[Tensor | None]]:
         """(record, bool [rows] of those that may guide) of each trajectory; every other row is counted by reason."""
         records = [fetch(self.store, t.guidance, t, self.recipe, counts) for t in batch.trajectories]
-        usable = [
-            None if r is None else usable_rows(r, t, version, self.max_version_diff, counts)
-            for r, t in zip(records, batch.trajectories, strict=True)
-        ]
-        return records, usable
+        pairs = [(r, t) for r, t in zip(records, batch.trajectories, strict=True) if r is not None]
+        if not pairs:
+            return records, [None] * len(records)
+        recorded, versions, valid = (
+            torch.cat([getattr(r, name) for r, _ in pairs]) for name in ("token_ids", "versions", "valid")
+        )
+        tokens = [i for _, t in pairs for i in t.token_ids[: t.num_rows]]
+        rows = _usable(recorded, versions, valid, tokens, version - self.max_version_diff, counts)
+        parts = iter(rows.split([r.rows for r, _ in pairs]))
+        return records, [None if r is None else next(parts) for r in records]
 
     def _add_probe(self, mb: MicroBatch, batch: TrainBatch, T: int) -> None:
         """Full-width records of the trajectories that carry one, restricted to their rows."""

@@ -168,19 +168,18 @@ class GRPOTrainer:
         old, rollout, fresh = [], [], []
         for m in micros:
             with torch.no_grad():
-                logprobs, _ = self._forward(m, observer)
-            m.old_logprobs = logprobs
-            mask = m.batch.response_mask
-            old.append(logprobs[mask])
-            rollout.append(m.batch.rollout_logprobs[mask])
-            # All rows, not the token's own version: a later token reads the K and V of every earlier row.
-            current = [bool((t.row_versions == self._version).all()) for t in m.batch.trajectories]
-            fresh.append(torch.tensor(current, device=mask.device)[:, None].expand_as(mask)[mask])
-        old_all, rollout_all, fresh_all = torch.cat(old), torch.cat(rollout), torch.cat(fresh)
+                m.old_logprobs = self._forward(m, observer)
+            old.append(_responses(m, m.old_logprobs))
+            rollout.append(_responses(m, m.batch.rollout_logprobs))
+            for t in m.batch.trajectories:
+                # All rows, not the token's own version: a later token reads the K and V of every earlier row.
+                fresh += [bool((t.row_versions == self._version).all())] * t.num_sampled
+        old_all, rollout_all = torch.cat(old), torch.cat(rollout)
         metrics = mismatch_metrics(old_all, rollout_all) | importance_metrics(old_all - rollout_all, self.loss.tis_cap)
-        if not fresh_all.all():  # else the two say the same
-            metrics["mismatch/fresh_share"] = float(fresh_all.double().mean())
-            if fresh_all.any():
+        if not all(fresh):  # else the two say the same
+            fresh_all = torch.tensor(fresh, device=old_all.device)
+            metrics["mismatch/fresh_share"] = sum(fresh) / len(fresh)
+            if any(fresh):
                 only = mismatch_metrics(old_all[fresh_all], rollout_all[fresh_all])
                 metrics["mismatch/fresh_logprob_abs_diff_mean"] = only["mismatch/logprob_abs_diff_mean"]
                 metrics["mismatch/fresh_kl_k3"] = only["mismatch/kl_k3"]
@@ -202,8 +201,9 @@ class GRPOTrainer:
                 terms = self._loss(m, logprobs, head)
                 (terms.loss / units).backward()
             self.optimizer.accumulate()
-            mask = m.batch.response_mask
-            parts = (terms.loss.detach(), entropy[mask].sum(), terms.clipped.sum(), terms.ratio[mask].sum())
+            assert entropy is not None
+            sampled = (_responses(m, entropy).sum(), terms.clipped.sum(), _responses(m, terms.ratio).sum())
+            parts = (terms.loss.detach(), *sampled)
             names = list(terms.sums)
             sums.append(torch.stack([part.double() for pair in (parts, *terms.sums.values()) for part in pair]))
         # Read once: each number asked for on the way would have the host wait for the device.
@@ -234,24 +234,37 @@ class GRPOTrainer:
             )
         )
 
-    def _forward(self, m: _Micro, observer: SiteObserver | None = None) -> tuple[Tensor, Tensor]:
+    def _forward(self, m: _Micro, observer: SiteObserver | None = None) -> Tensor:
         with self.context.armed(m.guidance, observer) as kwargs, _attention(m.batch):
-            return self._logprobs(m.batch, kwargs)[:2]
+            return self._logprobs(m.batch, kwargs, learning=False)[0]
 
-    def _logprobs(self, batch: TrainBatch, kwargs: dict[str, int]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(log-probs of the next tokens, entropy in nats without gradient), f32 [B, T - 1] each, and the log-probs of
-        the rollout's likeliest tokens, [B, T - 1, k], where the loss takes them."""
+    def _logprobs(
+        self, batch: TrainBatch, kwargs: dict[str, int], learning: bool = True
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Log-probs of the next tokens, f32 [B, T - 1]; learning: and their entropy in nats without gradient, and the
+        log-probs of the rollout's likeliest tokens, [B, T - 1, k], where the loss takes them."""
         # Padding is on the right, where causal attention never looks: without a mask a GPU runs its fast kernels, and
         # the rows of padding hold numbers that nobody reads.
         mask = None if batch.input_ids.is_cuda else batch.attention_mask
         logits = self.model(input_ids=batch.input_ids, attention_mask=mask, use_cache=False, **kwargs).logits[:, :-1]
-        logp = torch.log_softmax(logits.float() / self.temperature, dim=-1)
+        logits = logits.float()
+        if self.temperature != 1.0:
+            logits = logits / self.temperature
+        logp = torch.log_softmax(logits, dim=-1)
+        own = logp.gather(-1, batch.input_ids[:, 1:, None])[..., 0]
+        if not learning:
+            return own, None, None
         with torch.no_grad():
             entropy = -(logp.exp() * logp).sum(-1)
         head = None
         if self.loss.top_logprobs and batch.head_ids is not None:
             head = logp.gather(-1, batch.head_ids)
-        return logp.gather(-1, batch.input_ids[:, 1:, None])[..., 0], entropy, head
+        return own, entropy, head
+
+
+def _responses(m: _Micro, x_BT: Tensor) -> Tensor:
+    """[n]: the values at sampled response tokens; a mask would have the host wait for their number."""
+    return x_BT.reshape(-1).index_select(0, m.batch.response_at)
 
 
 def _attention(batch: TrainBatch) -> AbstractContextManager[None]:

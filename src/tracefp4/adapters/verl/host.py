@@ -122,7 +122,7 @@ class EngineHost:
                 return
 
     def _busy(self) -> bool:
-        return self.engine.scheduler.unfinished > 0
+        return self.engine.busy
 
     def _admit(self, request: Request, future: Future[Trajectory]) -> None:
         if self._rejecting:

@@ -68,4 +68,4 @@ def grpo_loss(
     plain = ratio * A
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high) * A
     each = torch.where(mask, -(weight * torch.minimum(plain, bounded)), 0.0)
-    return LossTerms(each[mask].sum(), each, ratio.detach(), weight, (bounded < plain).detach() & mask)
+    return LossTerms(each.sum(), each, ratio.detach(), weight, (bounded < plain).detach() & mask)

@@ -69,4 +69,4 @@ def score_centering_loss(batch: TokenBatch, cap: float) -> LossTerms:
         "score_centering/alpha_mean": mean_over(alpha, mask),
         "score_centering/center_abs_mean": mean_over(center.abs().sum(-1), mask),
     }
-    return LossTerms(each[mask].sum(), each, ratio, weight, truncated, sums)
+    return LossTerms(each.sum(), each, ratio, weight, truncated, sums)

@@ -70,7 +70,7 @@ def tbpo_loss(
     }
     each = torch.ones_like(batch.logprobs)
     return LossTerms(
-        per_response[answered].sum(),
+        per_response.sum(),
         per_response,
         ratio.detach()[:, None] * each,
         weight[:, None] * each,
