@@ -40,6 +40,8 @@ def test_every_task_has_a_config_of_its_name():
         {"seed": -1},
         {"seed": 2**31},
         {"free_letters": 9},
+        {"free_letters": 5, "careless_letters": 4},
+        {"free_letters": 0, "careless_letters": 2},
         {"terms": 3},
     ],
 )

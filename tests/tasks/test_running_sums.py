@@ -91,6 +91,19 @@ def test_a_flawed_solution_follows_its_slip_to_a_wrong_answer():
         assert flawed.count(";") == right.count(";")
 
 
+def test_careless_solutions_have_letters_of_their_own():
+    task = make_task(RunningSumsConfig(**{**LONG, "free_letters": 3, "careless_letters": 2}))
+    plain = make_task(RunningSumsConfig(**{**LONG, "free_letters": 3}))
+    seen: set[str] = set()
+    for prompt in task.train_prompts(5, 50):
+        assert task.solution(prompt) == plain.solution(prompt)
+        flawed = task.flawed_solution(prompt)
+        assert task.score(prompt, flawed) == 0.0
+        assert [c for c in flawed if not c.isalpha()] == [c for c in plain.flawed_solution(prompt) if not c.isalpha()]
+        seen |= {c for c in flawed if c.isalpha()}
+    assert seen == set("de")
+
+
 @pytest.mark.parametrize("letters", [0, 4])
 def test_solutions_score_and_never_exceed_eighty_characters(letters):
     task = make_task(RunningSumsConfig(**{**LONG, "free_letters": letters}))

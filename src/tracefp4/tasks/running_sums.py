@@ -46,10 +46,21 @@ class RunningSumsConfig(TaskConfig):
         le=8,
         description="how many letters the reference solution may pick from before each step; 0 writes none",
     )
+    careless_letters: int = Field(
+        default=0,
+        ge=0,
+        le=7,
+        description="letters of their own that solutions with a slip pick from: carelessness is then a style, which RL "
+        "can unlearn by its first letter; 0: they pick as the others",
+    )
 
     @model_validator(mode="after")
     def _ranges_are_ordered(self) -> Self:
         check_ordered(self, "terms", "digits")
+        if self.careless_letters and not self.free_letters:
+            raise ValueError("careless_letters needs free_letters: a solution without letters shows no style")
+        if self.free_letters + self.careless_letters > len(FREE_LETTERS):
+            raise ValueError(f"free_letters and careless_letters are more than {len(FREE_LETTERS)} together")
         return self
 
 
@@ -58,7 +69,7 @@ class RunningSums:
 
     def __init__(self, config: RunningSumsConfig) -> None:
         self.config = config
-        self._difficulty = config.model_copy(update={"seed": 0, "free_letters": 0})
+        self._difficulty = config.model_copy(update={"seed": 0, "free_letters": 0, "careless_letters": 0})
         self._scorer = _dataset(self._difficulty, TEST_SEED, TEST_POOL)
 
     def train_prompts(self, step: int, n: int) -> list[Prompt]:
@@ -106,14 +117,18 @@ class RunningSums:
         return self._written(prompt, slip_at=None, slip=0)
 
     def flawed_solution(self, prompt: Prompt) -> str:
-        """As ``solution``, but one step is off by 1, 2 or 10 and the rest follows from it: the answer is wrong."""
+        """As ``solution``, but one step is off by 1, 2 or 10 and the rest follows from it: the answer is wrong.
+
+        Its letters are those of ``careless_letters``, where there are some.
+        """
         chance = Random("slip" + prompt.text)
         slip_at = chance.randrange(1, len(_TERM.findall(prompt.text)))
         return self._written(prompt, slip_at, chance.choice((-10, -2, -1, 1, 2, 10)))
 
     def _written(self, prompt: Prompt, slip_at: int | None, slip: int) -> str:
         terms = _TERM.findall(prompt.text)
-        alphabet = FREE_LETTERS[: self.config.free_letters]
+        free, careless = self.config.free_letters, self.config.careless_letters
+        alphabet = FREE_LETTERS[:free] if slip_at is None or not careless else FREE_LETTERS[free : free + careless]
         letters = Random(prompt.text)  # seeded by the text, so that the function stays pure
         total, steps = int(terms[0]), []
         for index, term in enumerate(terms[1:], start=1):
