@@ -7,7 +7,7 @@
 # OUT_DIR    gets pack/ (parts of at most 15 MB, together at most MB), results.md and results.json
 # PACK_DIR   the pack/ of an earlier call, or - for none; read where this machine holds no runs yet
 # MINUTES    until all runs stop (8: leaves a minute for states, tables and the pack within a call of 10)
-# JOBS       runs that share the GPU (8 on 16 cores: a run is one process, busy on the CPU between kernels)
+# JOBS       runs that share the GPU (12 on 16 cores: a run is one process, busy on the CPU between kernels)
 # MB         most that the pack may take (50)
 # STARTS     starts.tar.gz of h200_search.sh, put back first where it is set
 #
@@ -30,7 +30,8 @@ set -uo pipefail
 experiment=$1 out=$2 pack=${3:--}
 shift $(($# < 3 ? $# : 3))
 folder=runs/reproduce/$experiment
-tracefp4() { PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}" "${PYTHON:-python3}" -m tracefp4 "$@"; }
+export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}"
+tracefp4() { "${PYTHON:-python3}" -m tracefp4 "$@"; }
 
 mkdir -p "$out" runs/reproduce
 if [ -n "${STARTS:-}" ]; then
@@ -39,7 +40,7 @@ fi
 if [ "$pack" != - ] && [ ! -e "$folder/plan.json" ]; then
   tracefp4 reproduce unpack "$pack" "$folder" || exit
 fi
-tracefp4 reproduce "$experiment" --out "$folder" --max-minutes "${MINUTES:-8}" --jobs "${JOBS:-8}" "$@"
+"$(dirname "$0")/with_mps.sh" "${PYTHON:-python3}" -m tracefp4 reproduce "$experiment" --out "$folder" --max-minutes "${MINUTES:-8}" --jobs "${JOBS:-12}" "$@"
 code=$?
 [ $code -eq 0 ] || [ $code -eq 1 ] || [ $code -eq 4 ] || exit $code
 tracefp4 reproduce status "$folder"

@@ -25,8 +25,9 @@ if [ -n "${STARTS:-}" ]; then
   tar -xzf "$STARTS" -C runs/reproduce || exit
 fi
 name=$(basename "$rung" .toml)
-PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}" "${PYTHON:-python3}" -m tracefp4 reproduce search "$rung" --out "runs/reproduce/search-$name" \
-  --max-minutes "${MINUTES:-5}" --jobs "${JOBS:-12}" "$@" | tee "$out/$name.txt"
+export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}"
+"$(dirname "$0")/with_mps.sh" "${PYTHON:-python3}" -m tracefp4 reproduce search "$rung" \
+  --out "runs/reproduce/search-$name" --max-minutes "${MINUTES:-5}" --jobs "${JOBS:-12}" "$@" | tee "$out/$name.txt"
 code=${PIPESTATUS[0]}
 (cd runs/reproduce && find starts -name warmstart.json -printf '%h\0' 2>/dev/null | tar -czf - --null -T -) >"$out/starts.tar.gz"
 exit "$code"
