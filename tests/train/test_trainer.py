@@ -18,6 +18,7 @@ from tracefp4.formats import get_format
 from tracefp4.guidance import decode
 from tracefp4.guidance.store import MemoryStore
 from tracefp4.methods import get_method
+from tracefp4.nn import SiteObserver
 from tracefp4.train.losses import LossTerms
 from tracefp4.train.slices import RowCounts, assemble
 from tracefp4.train.trainer import GRPOTrainer, TrainConfig
@@ -140,7 +141,7 @@ def test_padding_on_the_right_needs_no_mask() -> None:
     """What a GPU's forward leaves out: causal attention of a real token never reaches the padding behind it."""
     batch, store = rollout("bf16")
     trainer = make_trainer("bf16", "float32", store)
-    (micro,) = trainer._micro_batches(batch.trajectories, RowCounts())
+    (micro,) = trainer._micro_batches(batch.trajectories, RowCounts(), SiteObserver())
     assert not micro.batch.attention_mask.all()
     with torch.no_grad(), trainer.context.armed(micro.guidance) as kwargs:
         ids, mask = micro.batch.input_ids, micro.batch.attention_mask

@@ -31,10 +31,11 @@ from tracefp4.types import RolloutBatch, TrainBatch, Trajectory
 
 @dataclass
 class _Micro:
-    """A micro-batch with everything its two forwards need."""
+    """A micro-batch with everything its forwards need. observer: watches the one that gives the old log-probs."""
 
     batch: TrainBatch
     guidance: MicroBatch
+    observer: SiteObserver
     old_logprobs: Tensor | None = None
 
 
@@ -125,14 +126,12 @@ class GRPOTrainer:
         metrics = {"train/no_advantage_share": 1 - len(kept) / len(answered)}
         counts, observer = RowCounts(), SiteObserver()
         teaching = {id(t) for t in kept}
-        mini_batches = self._plan(kept, counts)
-        others = self._micro_batches([t for t in answered if id(t) not in teaching], counts)
+        mini_batches = self._plan(kept, counts, observer)
+        others = self._micro_batches([t for t in answered if id(t) not in teaching], counts, observer)
         micros = [m for mini in [*mini_batches, others] for m in mini]
         metrics |= padding_metrics([m.batch for m in micros])
-        metrics |= self._old_logprobs(micros, observer)
-        metrics |= observer.metrics() | counts.replay_metrics()
-        if self.builder.guided:
-            metrics |= counts.metrics()
+        # Of the first mini-batch the training forward itself gives them: the weights are still those of the rollout.
+        self._old_logprobs([m for mini in [*mini_batches[1:], others] for m in mini])
         sums: dict[str, list[float]] = defaultdict(list)
         own: dict[str, list[float]] = {}
         for index, mini in enumerate(mini_batches):
@@ -141,6 +140,9 @@ class GRPOTrainer:
                     m.guidance = replace(m.guidance, guidance={})
             for name, value in self._optimizer_step(mini, own).items():
                 sums[name].append(value)
+        metrics |= self._mismatch(micros) | observer.metrics() | counts.replay_metrics()
+        if self.builder.guided:
+            metrics |= counts.metrics()
         metrics |= {name: sum(v) / len(v) for name, v in sums.items()}
         metrics |= {name: value / weight for name, (value, weight) in own.items() if weight}
         self._version += 1
@@ -148,27 +150,32 @@ class GRPOTrainer:
 
     # -- parts of an update -----------------------------------------------------------------------------------
 
-    def _plan(self, kept: list[Trajectory], counts: RowCounts) -> list[list[_Micro]]:
+    def _plan(self, kept: list[Trajectory], counts: RowCounts, observer: SiteObserver) -> list[list[_Micro]]:
         """Shuffles trajectories into mini-batches."""
         order = torch.randperm(len(kept), generator=self.generator).tolist()
         minis = min(self.config.updates_per_rollout, len(kept))
-        return [self._micro_batches([kept[i] for i in order[u::minis]], counts) for u in range(minis)]
+        return [self._micro_batches([kept[i] for i in order[u::minis]], counts, observer) for u in range(minis)]
 
-    def _micro_batches(self, trajectories: list[Trajectory], counts: RowCounts) -> list[_Micro]:
+    def _micro_batches(self, trajectories: list[Trajectory], counts: RowCounts, observer: SiteObserver) -> list[_Micro]:
         c, micros = self.config, []
         for group in split_micro_batches(trajectories, c.micro_batch_size, c.micro_batch_tokens):
             batch = TrainBatch.collate(group, self.pad_id, self.device)
             guidance = self.builder.build(batch, self._version, counts)
             guidance.decoded = {} if c.decode == "once" else None
-            micros.append(_Micro(batch, guidance))
+            micros.append(_Micro(batch, guidance, observer))
         return micros
 
-    def _old_logprobs(self, micros: list[_Micro], observer: SiteObserver) -> dict[str, float]:
+    def _old_logprobs(self, micros: list[_Micro]) -> None:
         """Log-probs under the weights that the rollout had, by the same guided forward that is trained."""
+        for m in micros:
+            with torch.no_grad(), self.context.armed(m.guidance, m.observer) as kwargs, _attention(m.batch):
+                m.old_logprobs, _, _ = self._logprobs(m.batch, kwargs, learning=False)
+
+    def _mismatch(self, micros: list[_Micro]) -> dict[str, float]:
+        """How far the old log-probs are from those of the rollout."""
         old, rollout, fresh = [], [], []
         for m in micros:
-            with torch.no_grad():
-                m.old_logprobs = self._forward(m, observer)
+            assert m.old_logprobs is not None
             old.append(_responses(m, m.old_logprobs))
             rollout.append(_responses(m, m.batch.rollout_logprobs))
             for t in m.batch.trajectories:
@@ -196,8 +203,12 @@ class GRPOTrainer:
         names: list[str] = []
         for m in mini:
             # Backward inside: under gradient checkpointing it repeats the forward and needs the same rows.
-            with self.context.armed(m.guidance) as kwargs, _attention(m.batch):
+            observer = m.observer if m.old_logprobs is None else None
+            with self.context.armed(m.guidance, observer) as kwargs, _attention(m.batch):
                 logprobs, entropy, head = self._logprobs(m.batch, kwargs)
+                self.context.observer = None  # what is forwarded again going back was seen
+                if m.old_logprobs is None:
+                    m.old_logprobs = logprobs.detach()
                 terms = self._loss(m, logprobs, head)
                 (terms.loss / units).backward()
             self.optimizer.accumulate()
@@ -233,10 +244,6 @@ class GRPOTrainer:
                 b.head_logprobs,
             )
         )
-
-    def _forward(self, m: _Micro, observer: SiteObserver | None = None) -> Tensor:
-        with self.context.armed(m.guidance, observer) as kwargs, _attention(m.batch):
-            return self._logprobs(m.batch, kwargs, learning=False)[0]
 
     def _logprobs(
         self, batch: TrainBatch, kwargs: dict[str, int], learning: bool = True
