@@ -1,16 +1,26 @@
 """The warm start's batches and samples of tasks with several turns, and a warm start that is interrupted."""
 
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
+from tiny import tiny_config, tiny_model
 from tracefp4.errors import TracefpError
 from tracefp4.tasks import Prompt, build_text_tokenizer, make_task
 from tracefp4.tasks.calculator import Calculator, CalculatorConfig
 from tracefp4.tasks.reasoning import ReasoningGymConfig
 from tracefp4.train import warmstart
-from tracefp4.train.teaching import IGNORED_LABEL, Teacher, pass_rate, sample_exchanges, supervised_batch
+from tracefp4.train.teaching import (
+    EXPERTS_NAME,
+    IGNORED_LABEL,
+    Batches,
+    Teacher,
+    pass_rate,
+    sample_exchanges,
+    supervised_batch,
+)
 from tracefp4.train.warmstart import WarmstartConfig, WarmstartError, run_warmstart
 
 TINY = WarmstartConfig.model_validate(
@@ -136,3 +146,41 @@ def test_a_small_vocabulary_and_a_missing_device_are_one_sentence(tmp_path: Path
         with pytest.raises(TracefpError, match="device = cuda needs a GPU"):
             run_warmstart(TINY.model_copy(update={"device": "cuda"}), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_the_next_batch_is_made_ahead_but_not_across_an_evaluation() -> None:
+    made: list[tuple[int, str]] = []
+
+    def make(step: int) -> dict[str, torch.Tensor]:
+        made.append((step, threading.current_thread().name.partition("_")[0]))
+        if step == 5:
+            raise TracefpError("no such step")
+        return {"step": torch.tensor(step)}
+
+    batches = Batches(make)
+    here = threading.current_thread().name.partition("_")[0]
+    assert [batches.take(step, more=step != 2)["step"].item() for step in range(4)] == [0, 1, 2, 3]
+    assert made[:4] == [(0, here), (1, "batches"), (2, "batches"), (3, here)]
+    assert batches.take(4, more=True)["step"] == 4
+    with pytest.raises(TracefpError, match="no such step"):
+        batches.take(5, more=False)
+    assert batches.take(7, more=False)["step"] == 7  # whatever was made ahead
+
+
+def test_experts_of_a_gpus_warm_start_are_transformers_in_bf16(tmp_path: Path) -> None:
+    """Roundings of 2^-9 at a few places of outputs of size 1; a gradient for every weight; the choice is not saved."""
+    plain, bf16 = tiny_model(tiny_config()), tiny_model(tiny_config())
+    bf16.set_experts_implementation(EXPERTS_NAME)
+    ids = torch.randint(2, 32, (3, 11), generator=torch.Generator().manual_seed(0))
+    want, got = (m.model(ids, use_cache=False).last_hidden_state for m in (plain, bf16))
+    assert got.dtype == torch.float32
+    assert not torch.equal(got, want)
+    assert (got - want).norm() < 0.02 * want.norm()
+    for out in (want, got):
+        out.square().sum().backward()
+    for (name, p), q in zip(plain.named_parameters(), bf16.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert (q.grad - p.grad).norm() <= 0.05 * p.grad.norm(), name
+    bf16.save_pretrained(tmp_path)
+    assert EXPERTS_NAME not in (tmp_path / "config.json").read_text()

@@ -5,13 +5,19 @@ Shape letters: B problems, T tokens of a padded row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from random import Random
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, Qwen3MoeForCausalLM
+from transformers.integrations.moe import ExpertsInterface
 
+from tracefp4.device import attention_for
 from tracefp4.errors import TracefpError
+from tracefp4.nn.dispatch import Dispatch, grouped_linear
 from tracefp4.tasks import Prompt, SolvedTask, Task, ToolTask, score_all
 
 IGNORED_LABEL = -100
@@ -81,15 +87,34 @@ def supervised_batch(
         tokens included.
     """
     rows = _rows(teacher, prompts, tokenizer)
-    width = max(len(ids) for ids, _ in rows)
-    input_ids = torch.full((len(rows), width), int(tokenizer.pad_token_id), dtype=torch.int64)
+    lengths = torch.tensor([len(ids) for ids, _ in rows])[:, None]
+    real = torch.arange(int(lengths.max())) < lengths
+    written = torch.tensor([i for ids, _ in rows for i in ids])
+    learned = torch.tensor([t for _, taught in rows for t in taught])
+    input_ids = torch.full(real.shape, int(tokenizer.pad_token_id), dtype=torch.int64)
     labels = torch.full_like(input_ids, IGNORED_LABEL)
-    for i, (ids, taught) in enumerate(rows):
-        row = torch.tensor(ids)
-        input_ids[i, : len(ids)] = row
-        labels[i, : len(ids)] = row.where(torch.tensor(taught), torch.tensor(IGNORED_LABEL))
-    mask = (torch.arange(width)[None] < torch.tensor([len(ids) for ids, _ in rows])[:, None]).long()
-    return {"input_ids": input_ids, "attention_mask": mask, "labels": labels}
+    input_ids[real], labels[real] = written, torch.where(learned, written, IGNORED_LABEL)
+    return {"input_ids": input_ids, "attention_mask": real.long(), "labels": labels}
+
+
+Batch = dict[str, torch.Tensor]
+
+
+class Batches:
+    """Batches of the optimizer steps in their order; the next is made by a thread while the last one is trained on."""
+
+    def __init__(self, make: Callable[[int], Batch]) -> None:
+        self._make = make
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._next: tuple[int, Future[Batch]] | None = None
+
+    def take(self, step: int, more: bool) -> Batch:
+        """more: whether the next step's may be made from now on; not before what uses the task or its tokenizer too."""
+        ahead, self._next = self._next, None
+        batch = ahead[1].result() if ahead is not None and ahead[0] == step else self._make(step)
+        if more:
+            self._next = step + 1, self._thread.submit(self._make, step + 1)
+        return batch
 
 
 def _rows(
@@ -126,6 +151,28 @@ def _parts(teacher: SolvedTask, prompt: Prompt) -> list[tuple[str, bool]]:
     return parts
 
 
+def autocast(device: torch.device) -> torch.autocast:
+    """Products in BF16 on a GPU."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+
+EXPERTS_NAME = "tracefp4-autocast"
+
+
+def autocast_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Forward of an experts module in BF16, to which autocast takes all other products; hidden_states [N, H], index
+    int64 and weights [N, K] -> [N, H]. transformers' own multiplies in FP32, which torch does expert by expert."""
+    dispatch = Dispatch.of(top_k_index, self.num_experts)  # type: ignore[arg-type]
+    x_MH = dispatch.scatter(hidden_states.bfloat16())
+    gate_up, down = (self.get_parameter(name).bfloat16() for name in ("gate_up_proj", "down_proj"))
+    gate, up = grouped_linear(x_MH, gate_up, dispatch.offsets_E).chunk(2, dim=-1)
+    y_MH = grouped_linear(self.act_fn(gate) * up, down, dispatch.offsets_E)  # type: ignore[operator]
+    return dispatch.gather(y_MH, top_k_weights.to(y_MH.dtype)).to(hidden_states.dtype)
+
+
+ExpertsInterface.register(EXPERTS_NAME, autocast_experts)
+
+
 @torch.inference_mode()
 def sample_rows(
     model: Qwen3MoeForCausalLM,
@@ -148,15 +195,18 @@ def sample_rows(
     done = torch.zeros(len(rows), dtype=torch.bool, device=device)
     written: list[torch.Tensor] = []
     cache = None
-    for _ in range(max_new_tokens):
-        out = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+    look_every = 8 if device.type == "cuda" else 1  # a look has the host wait for a GPU
+    for step in range(max_new_tokens):
+        with autocast(device), attention_for(device, 0):
+            out = model(
+                input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+            )
         cache = out.past_key_values
         probs = (out.logits[:, -1].float() / temperature).softmax(-1)
-        token = torch.multinomial(probs, 1, generator=generator)
-        token[done] = pad
+        token = torch.multinomial(probs, 1, generator=generator).masked_fill_(done[:, None], pad)
         written.append(token)
         done |= token[:, 0] == eos
-        if done.all():
+        if step % look_every == look_every - 1 and done.all():
             break
         ids, positions = token, positions[:, -1:] + 1
         mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=-1)
@@ -220,8 +270,9 @@ def pass_rate(
     prompts = task.test_prompts(n)
     last: list[str] = []
     length = 0
-    for start in range(0, n, 256):
-        part, part_seed = prompts[start : start + 256], seed + start
+    together = 1024 if model.device.type == "cuda" else 256  # on a GPU a step of more takes hardly longer
+    for start in range(0, n, together):
+        part, part_seed = prompts[start : start + together], seed + start
         if isinstance(task, ToolTask):
             exchanges = sample_exchanges(model, tokenizer, task, part, part_seed, max_new_tokens)
             length += sum(len(turn) for turns in exchanges for turn in turns)

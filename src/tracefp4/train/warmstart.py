@@ -25,12 +25,22 @@ from pydantic import Field, model_validator
 from transformers import PreTrainedTokenizerBase, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tracefp4.config import StrictModel, load_config
-from tracefp4.device import DeviceSetting, resolve_device
+from tracefp4.device import DeviceSetting, attention_for, resolve_device, to_device
 from tracefp4.errors import TracefpError
 from tracefp4.files import replaced_dir
 from tracefp4.tasks import AnyTaskConfig, Prompt, Task, TaskConfig, build_text_tokenizer, build_tokenizer, make_task
 from tracefp4.tasks.running_sums import WARMSTART_FIRST_STEP, RunningSumsConfig
-from tracefp4.train.teaching import IGNORED_LABEL, MAX_NEW_TOKENS, Teacher, pass_rate, save_progress, supervised_batch
+from tracefp4.train.teaching import (
+    EXPERTS_NAME,
+    IGNORED_LABEL,
+    MAX_NEW_TOKENS,
+    Batches,
+    Teacher,
+    autocast,
+    pass_rate,
+    save_progress,
+    supervised_batch,
+)
 
 TokenizerName = Literal["arithmetic", "text"]
 """``build_tokenizer`` or ``build_text_tokenizer``."""
@@ -218,10 +228,12 @@ def train(
         lr=options.learning_rate,
         betas=(0.9, options.beta2),
         weight_decay=options.weight_decay,
+        fused=True if model.device.type == "cuda" else None,
     )
     curriculum = Curriculum(task, config)
     teacher = Teacher(task, options.mistake_share)
-    peak_rate, below, steps_of_below, rate, loss = options.learning_rate, _snapshot(model), 0, 0.0, 0.0
+    batches = Batches(lambda step: supervised_batch(teacher, curriculum.prompts(step), tokenizer))
+    peak_rate, below, steps_of_below, rate = options.learning_rate, _snapshot(model), 0, 0.0
     steps = first = 0
     if progress is not None and progress.exists():
         kept = torch.load(progress, map_location=model.device, weights_only=True)
@@ -232,15 +244,15 @@ def train(
     for data_step in range(first, options.max_steps):
         for group in optimizer.param_groups:
             group["lr"] = peak_rate * min(1.0, (data_step + 1) / max(1, options.warmup_steps))
-        batch = supervised_batch(teacher, curriculum.prompts(data_step), tokenizer)
-        loss = _update(model, optimizer, batch, options.max_grad_norm)
+        evaluates = (data_step + 1) % stop.eval_every == 0 or data_step + 1 == options.max_steps
+        loss = _update(model, optimizer, batches.take(data_step, more=not evaluates), options.max_grad_norm)
         steps += 1
-        if (data_step + 1) % stop.eval_every and data_step + 1 < options.max_steps:
+        if not evaluates:
             continue
         rate, length = pass_rate(model, tokenizer, task, stop.eval_problems, config.seed, stop.max_new_tokens)
         elapsed = time.monotonic() - started
         print(
-            f"step {steps:5d}  loss {loss:.4f}  held-out pass rate {rate:.3f} (n = {stop.eval_problems})  "
+            f"step {steps:5d}  loss {float(loss):.4f}  held-out pass rate {rate:.3f} (n = {stop.eval_problems})  "
             f"{length:.0f} characters  {elapsed:.0f} s",
             flush=True,
         )
@@ -275,8 +287,9 @@ def balance_loss(router_logits: tuple[torch.Tensor, ...], attention_mask: torch.
     """
     real = attention_mask.flatten().bool()
     losses = []
+    rows = real.nonzero()[:, 0]  # once: for each layer the host would wait for their number again
     for logits in router_logits:
-        probs = logits[real].float().softmax(-1)
+        probs = logits.index_select(0, rows).float().softmax(-1)
         chosen = torch.zeros_like(probs).scatter_(1, probs.topk(top_k, dim=-1).indices, 1.0 / top_k)
         losses.append(probs.shape[-1] * (chosen.mean(0) * probs.mean(0)).sum())
     return torch.stack(losses).mean()
@@ -291,21 +304,26 @@ def _update(
     optimizer: torch.optim.Optimizer,
     batch: dict[str, torch.Tensor],
     max_grad_norm: float,
-) -> float:
-    """One optimizer step; returns the mean cross-entropy of the response tokens, in nats."""
+) -> torch.Tensor:
+    """One optimizer step; returns the mean cross-entropy of the response tokens, in nats, which nobody waits for."""
     model.train()
-    batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
-        out = model(batch["input_ids"], attention_mask=batch["attention_mask"], output_router_logits=True)
+    device = model.device
+    batch = {name: to_device(tensor, device) for name, tensor in batch.items()}
+    # Padding is on the right, where causal attention never looks: without a mask a GPU runs its fast kernels.
+    mask = None if device.type == "cuda" else batch["attention_mask"]
+    with autocast(device), attention_for(device, 0):
+        # The decoder and the head by themselves: the whole model would add up a balancing loss of its own.
+        out = model.model(batch["input_ids"], attention_mask=mask, output_router_logits=True, use_cache=False)
+        logits = model.lm_head(out.last_hidden_state)[:, :-1]
     loss = torch.nn.functional.cross_entropy(
-        out.logits[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=IGNORED_LABEL
+        logits.float().flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=IGNORED_LABEL
     )
     balance = balance_loss(out.router_logits, batch["attention_mask"], model.config.num_experts_per_tok)
     optimizer.zero_grad(set_to_none=True)
     (loss + model.config.router_aux_loss_coef * balance).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
     optimizer.step()
-    return float(loss.detach())
+    return loss.detach()
 
 
 def sha256_of(path: Path) -> str:
@@ -349,6 +367,8 @@ def run_warmstart(
     model = build_model(config, tokenizer)
     module: torch.nn.Module = model
     module.to(device)
+    if device == "cuda":
+        model.set_experts_implementation(EXPERTS_NAME)
     progress = out_dir.with_name(f".{out_dir.name}.progress") if resumable else None
     try:
         outcome = train(model, tokenizer, task, config, progress)
@@ -384,12 +404,13 @@ def _write_checkpoint(
     _use_portable_tokenizer_class(directory / "tokenizer_config.json")
     n = min(2 * config.stop.eval_problems, 4096)
     rate, length = pass_rate(model, tokenizer, task, n, config.seed + 1, config.stop.max_new_tokens)
+    dtype = "float32" if model.device.type == "cpu" else "float32, multiplied in bfloat16"
     record = {
         "recipe": config.model_dump(),
         "steps": outcome.steps,
         "reached_band": outcome.reached_band,
         "seconds": round(outcome.seconds, 1),
-        "pass_rate_at_stop": {"value": outcome.pass_rate, "n": config.stop.eval_problems, "dtype": "float32"},
+        "pass_rate_at_stop": {"value": outcome.pass_rate, "n": config.stop.eval_problems, "dtype": dtype},
         "pass_rate": {"value": rate, "n": n, "dtype": "bfloat16", "temperature": 1.0},
         "mean_response_characters": round(length, 2),
         "versions": {
