@@ -55,8 +55,8 @@ ASKS = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonze
 
 LAUNCHES = {
     "add_norm": 1, "norm_rotate": 1, "choose_experts": 1, "write_dense": 1, "read_rows": 1, "write_kv": 1,
-    "quantize_record": 1, "paged_decode": 2, "routed_experts": 6, "draw_tokens": 3, "fake_quantize_rows": 1,
-    "guided_round_rows": 1, "group_amax": 1, "fake_quantize_groups": 1, "decode step": 1,
+    "quantize_record": 1, "paged_decode": 2, "_causal": 1, "routed_experts": 6, "draw_tokens": 3,
+    "fake_quantize_rows": 1, "guided_round_rows": 1, "group_amax": 1, "fake_quantize_groups": 1, "decode step": 1,
 }  # fmt: skip
 """Launches of one call; of routed experts in FP4 (4 in BF16)."""
 
@@ -154,6 +154,7 @@ STAND_INS: dict[str, dict[str, Callable[..., Any]]] = {
         ),
         "routed_experts": _routed,
         "paged_decode": lambda q, *_, **__: q.clone(),
+        "_causal": lambda q, *_, **__: q.clone(),
     },
     "tracefp4.rollout.paged_pool": {
         "write_dense": lambda *_, **__: None,

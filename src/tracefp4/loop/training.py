@@ -208,7 +208,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory], trainer_version: int) ->
     count = len(trajectories)
     rewards = [t.reward for t in trajectories]
     lengths = [t.num_sampled for t in trajectories]
-    lags = [trainer_version - int(t.versions[t.sampled_mask].min()) for t in trajectories]
+    sampled = (t.versions if t.sampled is None else t.versions[t.sampled] for t in trajectories)
+    lags = [trainer_version - int(versions.min()) for versions in sampled]
     rows = sum(t.num_rows for t in trajectories)
     stored = sum(t.guidance.nbytes for t in trajectories if t.guidance is not None)
     return {

@@ -53,5 +53,5 @@ class BlockManager:
 
 
 def slots_of(table: list[int], start: int, stop: int, page_size: int) -> Tensor:
-    at = torch.arange(start, stop)
-    return torch.tensor(table, dtype=torch.int64)[at // page_size] * page_size + at % page_size
+    first = torch.tensor(table[: -(-stop // page_size)], dtype=torch.int64) * page_size
+    return (first[:, None] + torch.arange(page_size)).view(-1)[start:stop]

@@ -83,6 +83,9 @@ class KernelExecutor:
         if all(s.stop - s.start == 1 and s.samples for s in batch):
             return self.runner.run([s.seq for s in batch], meanwhile)
         probed = self.probe is not None and any(s.seq.request.probe for s in batch)
+        given = [s for s in batch if s.samples]
+        # Neighbours of equal lengths attend in one call: so prompts of one length stand together.
+        batch = sorted(batch, key=lambda s: (s.stop - s.start, s.stop))
         step = self._prepare(batch, probed)
         logits = self.model.run(step, self.pool)
         meanwhile()
@@ -91,7 +94,8 @@ class KernelExecutor:
             return []
         positions = torch.tensor([len(s.tokens) for s in seqs], device=self.device)
         ids, logprobs = sample(logits, [s.request.sampling for s in seqs], positions, self.model.backend)
-        return [([i], [p]) for i, p in zip(ids.tolist(), logprobs.tolist(), strict=True)]
+        drawn = {id(s): ([i], [p]) for s, i, p in zip(seqs, ids.tolist(), logprobs.tolist(), strict=True)}
+        return [drawn[id(s.seq)] for s in given]
 
     def _prepare(self, batch: list[Scheduled], probed: bool) -> KernelStep:
         """Rows of any number per sequence; where each has one, attention is that of a decode step."""

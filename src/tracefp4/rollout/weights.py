@@ -54,8 +54,13 @@ def check_weights(given: Mapping[str, Tensor], shape: ModelShape, dtype: torch.d
             raise TracefpError(f"weight {name} is missing from the update")
         if tuple(given[name].shape) != size:
             raise TracefpError(f"weight {name} has shape {tuple(given[name].shape)}, the model needs {size}")
-        if not bool(torch.isfinite(given[name].to(dtype)).all()):
-            raise TracefpError(f"weight {name} holds NaN or Inf; the update is refused")
+    finite = {name: torch.isfinite(given[name].to(dtype)).all() for name in expected}
+    # Looked at once: a look at each would have the host wait for a GPU as often.
+    for device in {f.device for f in finite.values()}:
+        here = {name: f for name, f in finite.items() if f.device == device}
+        for name, good in zip(here, torch.stack(list(here.values())).tolist(), strict=True):
+            if not good:
+                raise TracefpError(f"weight {name} holds NaN or Inf; the update is refused")
     unknown = set(given) - set(expected)
     if shape.tied_embeddings and "lm_head.weight" in unknown:
         unknown.remove("lm_head.weight")

@@ -178,9 +178,13 @@ class GRPOTrainer:
             assert m.old_logprobs is not None
             old.append(_responses(m, m.old_logprobs))
             rollout.append(_responses(m, m.batch.rollout_logprobs))
-            for t in m.batch.trajectories:
-                # All rows, not the token's own version: a later token reads the K and V of every earlier row.
-                fresh += [bool((t.row_versions == self._version).all())] * t.num_sampled
+            trajectories = m.batch.trajectories
+            # All rows, not the token's own version: a later token reads the K and V of every earlier row.
+            rows = torch.cat([t.row_versions for t in trajectories]) == self._version
+            parts = rows.split([t.num_rows for t in trajectories])
+            everywhere = bool(rows.all())
+            for t, own in zip(trajectories, parts, strict=True):
+                fresh += [everywhere or bool(own.all())] * t.num_sampled
         old_all, rollout_all = torch.cat(old), torch.cat(rollout)
         metrics = mismatch_metrics(old_all, rollout_all) | importance_metrics(old_all - rollout_all, self.loss.tis_cap)
         if not all(fresh):  # else the two say the same
