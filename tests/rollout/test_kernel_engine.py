@@ -564,3 +564,37 @@ def test_top_p_and_greedy_share_a_batch() -> None:
     for r, want in zip(ask, together, strict=True):
         (alone,) = engine("bf16", "references").generate([r])
         assert alone.response_ids == want.response_ids
+
+
+def test_what_ended_is_handed_out_though_the_rest_is_aborted() -> None:
+    """Trajectories are made in the step after the one in which they end; the last ones of all at once."""
+    made = engine("trace-all", "references")
+    short, long, other = requests(3, max_new_tokens=12)
+    short = replace(short, sampling=replace(short.sampling, max_new_tokens=2))
+    for r in (short, long, other):
+        made.add_request(r)
+    assert made.step() == made.step() == []
+    assert made.scheduler.unfinished == 2
+    aborted = [made.abort(r.request_id) for r in (long, other)]
+    assert [t.finish_reason for t in aborted] == ["abort"] * 2
+    assert made.scheduler.unfinished == 0
+    assert made.busy
+    (ended,) = made.step()
+    assert (ended.request_id, ended.finish_reason, len(ended.response_ids)) == (short.request_id, "length", 2)
+    assert record(made, ended.guidance).valid.all()
+    assert not made.busy
+    with pytest.raises(TracefpError, match="is not in the engine"):
+        made.abort(short.request_id)
+
+
+def test_a_group_is_aborted_whole_though_one_of_it_has_ended() -> None:
+    made = engine("bf16", "references")
+    short, long = requests(2, max_new_tokens=12)
+    short = replace(short, sampling=replace(short.sampling, max_new_tokens=2))
+    for r in (short, long):
+        made.add_request(r)
+    made.step()
+    made.step()
+    reasons = [made.abort(r.request_id).finish_reason for r in (long, short)]
+    assert reasons == ["abort", "length"]
+    assert not made.busy
