@@ -282,12 +282,12 @@ def balance_loss(router_logits: tuple[torch.Tensor, ...], attention_mask: torch.
 
     Args:
         router_logits: per layer float [B*T, E], before the softmax.
-        attention_mask: int64 [B, T]; padding counts nowhere.
+        attention_mask: int64 [B, T], best on the host; padding counts nowhere.
         top_k: experts per token.
     """
-    real = attention_mask.flatten().bool()
     losses = []
-    rows = real.nonzero()[:, 0]  # once: for each layer the host would wait for their number again
+    # Found on the host, where the mask lies: a device would have it wait for their number, at every layer.
+    rows = to_device(attention_mask.flatten().nonzero()[:, 0], router_logits[0].device)
     for logits in router_logits:
         probs = logits.index_select(0, rows).float().softmax(-1)
         chosen = torch.zeros_like(probs).scatter_(1, probs.topk(top_k, dim=-1).indices, 1.0 / top_k)
@@ -307,7 +307,7 @@ def _update(
 ) -> torch.Tensor:
     """One optimizer step; returns the mean cross-entropy of the response tokens, in nats, which nobody waits for."""
     model.train()
-    device = model.device
+    device, real = model.device, batch["attention_mask"]
     batch = {name: to_device(tensor, device) for name, tensor in batch.items()}
     # Padding is on the right, where causal attention never looks: without a mask a GPU runs its fast kernels.
     mask = None if device.type == "cuda" else batch["attention_mask"]
@@ -318,7 +318,7 @@ def _update(
     loss = torch.nn.functional.cross_entropy(
         logits.float().flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=IGNORED_LABEL
     )
-    balance = balance_loss(out.router_logits, batch["attention_mask"], model.config.num_experts_per_tok)
+    balance = balance_loss(out.router_logits, real, model.config.num_experts_per_tok)
     optimizer.zero_grad(set_to_none=True)
     (loss + model.config.router_aux_loss_coef * balance).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
