@@ -22,7 +22,7 @@ def script() -> ModuleType:
 
 def test_counts_of_a_step(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A mode's kernels, one at each rounded site; on one layer, which trace guides."""
-    sizes = "--responses 16 --samples 4 --tokens 6 --layers 1 --rounds 1 --top 3".split()
+    sizes = ["--responses", "16", "--samples", "4", "--tokens", "6", "--layers", "1", "--rounds", "1", "--top", "3"]
     out = tmp_path / "counts.json"
     assert script.main(["--modes", "bf16,trace", *sizes, "--out", str(out)]) == 0
     found = json.loads(out.read_text())

@@ -7,11 +7,13 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import masking_utils
 
 from tiny import make_engine, tiny_config, tiny_model, tiny_requests, tiny_weights
 from tracefp4.formats import get_format
@@ -19,6 +21,7 @@ from tracefp4.guidance import decode
 from tracefp4.guidance.store import MemoryStore
 from tracefp4.methods import get_method
 from tracefp4.nn import SiteObserver
+from tracefp4.nn.attention import CAUSAL_NAME
 from tracefp4.train.losses import LossTerms
 from tracefp4.train.slices import RowCounts, assemble
 from tracefp4.train.trainer import GRPOTrainer, TrainConfig
@@ -147,6 +150,28 @@ def test_padding_on_the_right_needs_no_mask() -> None:
         ids, mask = micro.batch.input_ids, micro.batch.attention_mask
         without, with_mask = (trainer.model(ids, attention_mask=m, **kwargs).logits[mask] for m in (None, mask))
     torch.testing.assert_close(without, with_mask, rtol=1e-4, atol=1e-5)
+
+
+def test_without_a_mask_nobody_looks_for_packed_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The attention of a trainer on a GPU: the same numbers, and transformers asks the device nothing."""
+    batch, store = rollout("trace-all", "bfloat16")
+    trainer = make_trainer("trace-all", "bfloat16", store)
+    (micro,) = trainer._micro_batches(batch.trajectories, RowCounts(), SiteObserver())
+    looks = []
+    plain = masking_utils.find_packed_sequence_indices
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda p: looks.append(len(p)) or plain(p))
+
+    def logits() -> Tensor:
+        with torch.no_grad(), trainer.context.armed(micro.guidance) as kwargs:
+            return trainer.model(micro.batch.input_ids, use_cache=False, **kwargs).logits
+
+    want = logits()
+    assert len(looks) == 1
+    trainer.model.set_attn_implementation(CAUSAL_NAME)
+    assert torch.equal(logits(), want)
+    assert len(looks) == 1
+    trainer.model.save_pretrained(tmp_path)
+    assert CAUSAL_NAME not in (tmp_path / "config.json").read_text()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

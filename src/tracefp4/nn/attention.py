@@ -12,6 +12,10 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from tracefp4.nn.context import GuidanceContext
 
 ATTENTION_NAME = "tracefp4"
+CAUSAL_NAME = "tracefp4-causal"
+"""For forwards of right-padded rows that pass no mask: transformers makes none for a name without a mask function.
+Under the other name it first looks whether several sequences are packed into a row, for which the host waits until a GPU
+has done all that it was given."""
 
 
 def quantized_attention(
@@ -42,6 +46,7 @@ def _round(context: GuidanceContext, site: str, layer: int, x_BGTD: Tensor) -> T
     return rows.view(B, T, G, D).transpose(1, 2)
 
 
-AttentionInterface.register(ATTENTION_NAME, quantized_attention)
+for _name in (ATTENTION_NAME, CAUSAL_NAME):
+    AttentionInterface.register(_name, quantized_attention)
 # The mask function must be registered under the same name: without it padding would silently be attended to.
 AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)

@@ -16,6 +16,7 @@ from tracefp4.align.metrics import importance_metrics, mismatch_metrics
 from tracefp4.device import attention_for
 from tracefp4.guidance.store import GuidanceStore
 from tracefp4.nn import MicroBatch, SiteObserver, TrainerForward, prepare_model
+from tracefp4.nn.attention import CAUSAL_NAME
 from tracefp4.recipe import QuantRecipe
 from tracefp4.train.advantage import assign_advantages
 from tracefp4.train.config import TrainConfig
@@ -70,6 +71,8 @@ class GRPOTrainer:
         self.recipe, self.config, self.device = recipe, config, device
         self.temperature, self.pad_id = temperature, pad_id
         self.context = prepare_model(self.model, recipe, forward, keep_weights=config.keep_quantized_weights)
+        if torch.device(device).type == "cuda":  # no mask is passed there, see `_logprobs`
+            self.model.set_attn_implementation(CAUSAL_NAME)
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.optimizer = MasterOptimizer(
