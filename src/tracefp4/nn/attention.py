@@ -14,8 +14,8 @@ from tracefp4.nn.context import GuidanceContext
 ATTENTION_NAME = "tracefp4"
 CAUSAL_NAME = "tracefp4-causal"
 """For forwards of right-padded rows that pass no mask: transformers makes none for a name without a mask function.
-Under the other name it first looks whether several sequences are packed into a row, for which the host waits until a GPU
-has done all that it was given."""
+Under the other name it first looks whether several sequences are packed into a row, for which the host waits until a
+GPU has done all that it was given."""
 
 
 def quantized_attention(
