@@ -191,11 +191,11 @@ def test_routing_is_the_stable_sort(N: int, E: int, K: int, rows: int) -> None:
     flat = experts.flatten()
     assert torch.equal(routing.order.cpu().long(), torch.argsort(flat, stable=True))
     counts = torch.bincount(flat, minlength=E)
-    assert torch.equal(routing.offsets.cpu().long(), torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
-    want = [(e, int(counts[:e].sum()) + i) for e in range(E) for i in range(0, int(counts[e]), rows)]
-    n = int(routing.block_count)
-    assert n == len(want) <= routing.blocks
-    assert list(zip(routing.block_expert[:n].tolist(), routing.block_start[:n].tolist(), strict=True)) == want
+    first = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).tolist()
+    want = [[e, i, first[e + 1]] for e in range(E) for i in range(first[e], first[e + 1], rows)]
+    table = routing.table.tolist()
+    assert [entry[:3] for entry in table[: len(want)]] == want
+    assert all(entry[0] == -1 for entry in table[len(want) :])
 
 
 def test_no_tokens() -> None:

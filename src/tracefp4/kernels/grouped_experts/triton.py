@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tracefp4.formats import QuantizedBlocks, get_format
 from tracefp4.kernels.grouped_experts.packed import PackedExperts
-from tracefp4.kernels.grouped_experts.triton_products import GROUP, UP, products_dense, products_fp4, silu_mul
+from tracefp4.kernels.grouped_experts.triton_products import GROUP, UP, products_dense, products_fp4, silu_mul, table_entry
 from tracefp4.kernels.quantize_record.ref import RecordTarget, planes
 from tracefp4.kernels.quantize_record.triton import store_record
 from tracefp4.kernels.triton_layout import require_pairs
@@ -51,9 +51,17 @@ TWO_PHASES = 4096
 """Choices from which on they are counted chunk by chunk, and not by the program of every expert."""
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit
+def _end_table(table, blocks, limit):
+    """Marks the entries from `blocks` on as nobody's."""
+    i = tl.arange(0, 128)
+    for first in tl.range(blocks, limit, 128):
+        tl.store(table + (first + i) * 4, -1, mask=first + i < limit)
+
+
+@triton.jit(do_not_specialize=["M", "limit"])
 def _route(
-    experts, order, offsets, block_expert, block_start, block_count, M,
+    experts, order, table, M, limit,
     E: tl.constexpr, EP: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program e lists the rows of expert e in order of (token, choice), and its blocks of R rows.
@@ -69,15 +77,15 @@ def _route(
         counts += tl.histogram(chosen, EP, mask=first + i < M)
     start = tl.sum(tl.where(bins < e, counts, 0), axis=0)
     count = tl.sum(tl.where(bins == e, counts, 0), axis=0)
-    tl.store(offsets + e, start)
     first_block = tl.sum(tl.where(bins < e, (counts + R - 1) // R, 0), axis=0)
     blocks = (count + R - 1) // R
     if e == E - 1:
-        tl.store(offsets + E, start + count)
-        tl.store(block_count, first_block + blocks)
+        _end_table(table, first_block + blocks, limit)
     for n in tl.range(0, blocks):
-        tl.store(block_expert + first_block + n, e)
-        tl.store(block_start + first_block + n, start + n * R)
+        entry = table + (first_block + n) * 4
+        tl.store(entry, e)
+        tl.store(entry + 1, start + n * R)
+        tl.store(entry + 2, start + count)
     at = start
     for first in tl.range(0, M, CHUNK):
         chosen = tl.load(experts + first + i, mask=first + i < M, other=-1).to(tl.int32)
@@ -100,9 +108,9 @@ def _route_counts(experts, counts, M, CHUNK, EP: tl.constexpr, STEP: tl.constexp
     tl.store(counts + c * EP + bins, found)
 
 
-@triton.jit(do_not_specialize=["M", "C"])
+@triton.jit(do_not_specialize=["M", "C", "limit"])
 def _route_ranks(
-    experts, counts, order, offsets, block_expert, block_start, block_count, M, C, CHUNK,
+    experts, counts, order, table, M, C, CHUNK, limit,
     E: tl.constexpr, EP: tl.constexpr, R: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Places the choices of program c, in their order, behind those of its predecessors; every C-th block of rows.
@@ -123,12 +131,12 @@ def _route_ranks(
     blocks = (total + R - 1) // R
     first_block = tl.cumsum(blocks, axis=0) - blocks
     if c == 0:
-        tl.store(offsets + bins, start, mask=bins < E)
-        tl.store(offsets + E, M)
-        tl.store(block_count, tl.sum(blocks, axis=0))
+        _end_table(table, tl.sum(blocks, axis=0), limit)
     for n in tl.range(c, tl.max(blocks, axis=0), C):
-        tl.store(block_expert + first_block + n, bins, mask=n < blocks)
-        tl.store(block_start + first_block + n, start + n * R, mask=n < blocks)
+        entry = table + (first_block + n) * 4
+        tl.store(entry, bins, mask=n < blocks)
+        tl.store(entry + 1, start + n * R, mask=n < blocks)
+        tl.store(entry + 2, start + total, mask=n < blocks)
     at = start + before
     stop = tl.minimum((c + 1) * CHUNK, M)
     for first in tl.range(c * CHUNK, stop, STEP):
@@ -220,19 +228,16 @@ def _add_tile(acc, words, scale_pairs, x0, x1, x2, x3, x4, x5, x6, x7, BO: tl.co
 
 
 @triton.jit
-def _block_of_rows(order, offsets, block_expert, block_start, R: tl.constexpr, BY_ORDER: tl.constexpr):
-    """(expert, rows [R], which are real, place of each in the (token, choice) order)."""
-    block = tl.program_id(0)
-    e = tl.load(block_expert + block)
-    m = tl.load(block_start + block) + tl.arange(0, R)
-    real = m < tl.load(offsets + e + 1)
-    position = tl.load(order + m, mask=real, other=0)
-    return e.to(tl.int64), m, real, position
+def _block_of_rows(order, start, stop, R: tl.constexpr):
+    """(rows [R], which are real, place of each in the (token, choice) order)."""
+    m = start + tl.arange(0, R)
+    real = m < stop
+    return m, real, tl.load(order + m, mask=real, other=0)
 
 
 @triton.jit
 def _products_fp4(
-    x, factor, words, weight_scales, epilogue, out, order, offsets, block_expert, block_start, block_count,
+    x, factor, words, weight_scales, epilogue, out, order, table,
     K: tl.constexpr, I: tl.constexpr, O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -241,11 +246,12 @@ def _products_fp4(
     words int32 [E, T, O, 16], weight_scales int16 [E, T, O, 4].
     """
     follow(PDL)
-    if tl.program_id(0) >= tl.load(block_count):
+    e, start, stop = table_entry(table, tl.program_id(0))
+    if e < 0:
         return
     T: tl.constexpr = I // 128
     WIDTH: tl.constexpr = O // 2 if GATED else O
-    e, m, real, position = _block_of_rows(order, offsets, block_expert, block_start, R, not GATED)
+    m, real, position = _block_of_rows(order, start, stop, R)
     source = (position // K if GATED else m).to(tl.int64)
     o = tl.program_id(1) * BO + tl.arange(0, BO)
     some = tl.minimum(o, WIDTH - 1)  # rows past the end repeat the last and are not stored
@@ -317,6 +323,7 @@ class ExpertsConfig:
     strips: bool = False
     tails: int = 0
     bulk: bool = False
+    registers: int | None = None
 
 
 def default_config(fp4: bool, rows_per_expert: float) -> ExpertsConfig:
@@ -347,32 +354,31 @@ def default_config(fp4: bool, rows_per_expert: float) -> ExpertsConfig:
 
 @dataclass(frozen=True)
 class DeviceRouting:
-    """What `_route` finds, all int32 on the device: see there. blocks: an upper bound of their number."""
+    """What `_route` finds, int32 on the device.
+
+    order [M]: place in the (token, choice) order of each sorted row. table [blocks, 4]: expert, first row and end of
+    the expert's rows of each block, sorted; entries that no block has, of the upper bound that `blocks` is, have -1.
+    """
 
     order: Tensor
-    offsets: Tensor
-    block_expert: Tensor
-    block_start: Tensor
-    block_count: Tensor
-    blocks: int
+    table: Tensor
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.order, self.offsets, self.block_expert, self.block_start, self.block_count
+    def blocks(self) -> int:
+        return self.table.shape[0]
 
 
 def route(experts_NK: Tensor, num_experts: int, rows: int) -> DeviceRouting:
     """Sorted order and blocks of `rows` rows for a choice of experts int64 [N, K]."""
     M = experts_NK.numel()
     blocks = max(1, min(num_experts, M) + M // rows)
-    sizes = (M, num_experts + 1, blocks, blocks, 1)
-    order, offsets, *table = (torch.empty(n, dtype=torch.int32, device=experts_NK.device) for n in sizes)
-    routing = DeviceRouting(order, offsets, table[0], table[1], table[2], blocks)
+    order, table = (torch.empty(size, dtype=torch.int32, device=experts_NK.device) for size in ((M,), (blocks, 4)))
+    routing = DeviceRouting(order, table)
     bins = triton.next_power_of_2(num_experts)
     if M < TWO_PHASES:
         chunk = min(4096, max(128, triton.next_power_of_2(M)))
         _route[(num_experts,)](
-            experts_NK, *routing.tensors, M, E=num_experts, EP=bins, R=rows, CHUNK=chunk,
+            experts_NK, order, table, M, blocks, E=num_experts, EP=bins, R=rows, CHUNK=chunk,
             num_warps=max(4, chunk // 256), **following(),
         )  # fmt: skip
         return routing
@@ -381,7 +387,7 @@ def route(experts_NK: Tensor, num_experts: int, rows: int) -> DeviceRouting:
     counts = torch.empty(C, bins, dtype=torch.int32, device=experts_NK.device)
     _route_counts[(C,)](experts_NK, counts, M, chunk, EP=bins, STEP=256, num_warps=4, **following())
     _route_ranks[(C,)](
-        experts_NK, counts, *routing.tensors, M, C, chunk, E=num_experts, EP=bins, R=rows,
+        experts_NK, counts, order, table, M, C, chunk, blocks, E=num_experts, EP=bins, R=rows,
         STEP=max(16, min(64, 8192 // bins)), CHUNKS=max(1, min(32, 4096 // bins)), num_warps=4, **following(),
     )  # fmt: skip
     return routing
@@ -440,6 +446,8 @@ def products(
     out = torch.empty(out_rows, width, dtype=torch.bfloat16, device=rows.device)
     common = {"K": K, "I": I, "O": O, "GATED": gated, "BO": outputs, "R": config.rows}
     launch = {"num_warps": config.num_warps, "num_stages": config.num_stages, **following()}
+    if config.registers is not None:
+        launch["maxnreg"] = config.registers
     columns = triton.cdiv(width, outputs)
     group = min(GROUP, routing.blocks)
     grid = (triton.cdiv(routing.blocks, group) * group * columns,)
@@ -448,17 +456,17 @@ def products(
         bulk = config.bulk and I * weights.element_size() % 16 == 0
         source = TensorDescriptor.from_tensor(weights.flatten(0, 1), [outputs, BI]) if bulk else weights
         products_dense[grid](
-            rows, source, out, *routing.tensors, group, BI=BI, BULK=bulk, TAILS=config.tails, **common, **launch
+            rows, source, out, routing.order, routing.table, routing.blocks, group, BI=BI, BULK=bulk, TAILS=config.tails, **common, **launch
         )
         return out
     operands = (rows, factor, weights.words, weights.scales.view(torch.int16), weights.epilogue, out)
     if config.strips:
         kernel = products_fp4[grid](
-            *operands, *routing.tensors, group, ASM=config.asm, TAILS=config.tails, **common, **launch
+            *operands, routing.order, routing.table, routing.blocks, group, ASM=config.asm, TAILS=config.tails, **common, **launch
         )
     else:
         kernel = _products_fp4[(routing.blocks, columns)](
-            *operands, *routing.tensors, ASM=config.asm, **common, **launch
+            *operands, routing.order, routing.table, ASM=config.asm, **common, **launch
         )
     require_pairs(kernel)
     return out

@@ -54,42 +54,69 @@ def _rows(order, start, stop, K: tl.constexpr, R: tl.constexpr, GATED: tl.conste
 
 
 @triton.jit
+def _finish_fp4(
+    acc, acc_up, factor, out, owed_e, real, source, target, o,
+    O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr,
+):  # fmt: skip
+    WIDTH: tl.constexpr = O // 2 if GATED else O
+    owed_R = tl.load(factor + source, mask=real, other=0.0)[None, :]
+    y = acc * owed_e * owed_R
+    if GATED:
+        y = silu_mul(y, acc_up * owed_e * owed_R)
+    wanted = real[None, :]
+    if WIDTH % BO != 0:
+        wanted = wanted & (o < WIDTH)[:, None]
+    tl.store(out + target[None, :] * WIDTH + o[:, None], to_bf16(y), mask=wanted)
+
+
+@triton.jit
 def _strip_fp4(
     x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
     K: tl.constexpr, I: tl.constexpr, O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
-    ASM: tl.constexpr,
+    MORE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
+    """R rows, and MORE behind them, which share what is unpacked; MORE 0: none."""
     T: tl.constexpr = I // 128
     WIDTH: tl.constexpr = O // 2 if GATED else O
-    real, source, target = _rows(order, start, stop, K, R, GATED)
     o = column * BO + tl.arange(0, BO)
     some = o
     if WIDTH % BO != 0:
         some = tl.minimum(o, WIDTH - 1)  # rows past the end repeat the last and are not stored
     w, p, i = tl.arange(0, 16), tl.arange(0, 4), tl.arange(0, 128)
-    wanted = real[None, :]
-    x += source[None, :] * I + i[:, None]
     words += e * (T * O * 16)
     weight_scales += e * (T * O * 4)
     at_w, at_s = some[:, None] * 16 + w[None, :], some[:, None] * 4 + p[None, :]
+    real, source, target = _rows(order, start, stop, K, R, GATED)
+    at_x = x + (source[None, :] * I + i[:, None])
     acc = tl.zeros([BO, R], tl.float32)
     acc_up = acc
+    if MORE > 0:
+        real_more, source_more, target_more = _rows(order, start + R, stop, K, MORE, GATED)
+        at_more = x + (source_more[None, :] * I + i[:, None])
+        more = tl.zeros([BO, MORE], tl.float32)
+        more_up = more
     for t in tl.range(0, T):
         u = tl.load(words + t * (O * 16) + at_w)
         s = tl.load(weight_scales + t * (O * 4) + at_s)
         if GATED:
             u_up = tl.load(words + (t * O + WIDTH) * 16 + at_w)
             s_up = tl.load(weight_scales + (t * O + WIDTH) * 4 + at_s)
-        x_t = tl.load(x + t * 128, mask=wanted, other=0.0)
-        acc = dot(_tile(u, s, BO, ASM), x_t, acc)
+        x_t = tl.load(at_x + t * 128, mask=real[None, :], other=0.0)
+        if MORE > 0:
+            x_more = tl.load(at_more + t * 128, mask=real_more[None, :], other=0.0)
+        tile = _tile(u, s, BO, ASM)
+        acc = dot(tile, x_t, acc)
+        if MORE > 0:
+            more = dot(tile, x_more, more)
         if GATED:
-            acc_up = dot(_tile(u_up, s_up, BO, ASM), x_t, acc_up)
+            tile = _tile(u_up, s_up, BO, ASM)
+            acc_up = dot(tile, x_t, acc_up)
+            if MORE > 0:
+                more_up = dot(tile, x_more, more_up)
     owed_e = tl.load(epilogue + e) * UP
-    owed_R = tl.load(factor + source, mask=real, other=0.0)[None, :]
-    y = acc * owed_e * owed_R
-    if GATED:
-        y = silu_mul(y, acc_up * owed_e * owed_R)
-    tl.store(out + target[None, :] * WIDTH + o[:, None], to_bf16(y), mask=wanted & (o < WIDTH)[:, None])
+    _finish_fp4(acc, acc_up, factor, out, owed_e, real, source, target, o, O, GATED, BO)
+    if MORE > 0:
+        _finish_fp4(more, more_up, factor, out, owed_e, real_more, source_more, target_more, o, O, GATED, BO)
 
 
 @triton.jit
@@ -141,17 +168,27 @@ def _strip_dense(
 
 
 @triton.jit
-def _place(block_count, GROUP, COLUMNS: tl.constexpr):
-    """(block of rows, column) of this program, and whether there is such a block."""
+def table_entry(table, block):
+    """(expert int64, first row, end of the expert's rows) of a block; the expert is -1 where there is no such block.
+
+    Three loads that wait for none: a program's first wait is for what it then works on.
+    """
+    entry = table + block * 4
+    return tl.load(entry).to(tl.int64), tl.load(entry + 1), tl.load(entry + 2)
+
+
+@triton.jit
+def _place(GROUP, COLUMNS: tl.constexpr):
+    """(block of rows, column) of this program."""
     pid = tl.program_id(0)
     within = pid % (GROUP * COLUMNS)
     block = pid // (GROUP * COLUMNS) * GROUP + within % GROUP
-    return block, within // GROUP, block < tl.load(block_count)
+    return block, within // GROUP
 
 
-@triton.jit(do_not_specialize=["GROUP"])
+@triton.jit(do_not_specialize=["blocks", "GROUP"])
 def products_fp4(
-    x, factor, words, weight_scales, epilogue, out, order, offsets, block_expert, block_start, block_count, GROUP,
+    x, factor, words, weight_scales, epilogue, out, order, table, blocks, GROUP,
     K: tl.constexpr, I: tl.constexpr, O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
     TAILS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -161,30 +198,48 @@ def products_fp4(
     [E, T, O, 4]. TAILS: how often the rows of a strip may be halved for a block that has no more.
     """
     follow(PDL)
-    block, column, exists = _place(block_count, GROUP, ((O // 2 if GATED else O) + BO - 1) // BO)
-    if not exists:
+    block, column = _place(GROUP, ((O // 2 if GATED else O) + BO - 1) // BO)
+    if block >= blocks:
         return
-    e = tl.load(block_expert + block).to(tl.int64)
-    start, stop = tl.load(block_start + block), tl.load(offsets + e + 1)
-    if (TAILS >= 2) & (stop - start <= R // 4):
+    e, start, stop = table_entry(table, block)
+    if e < 0:
+        return
+    if R & (R - 1) != 0:  # 3 * 2^n
+        if (TAILS >= 1) & (stop - start <= R // 3):
+            _strip_fp4(
+                x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
+                K, I, O, GATED, BO, R // 3, 0, ASM,
+            )  # fmt: skip
+        elif stop - start <= R // 3 * 2:
+            _strip_fp4(
+                x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
+                K, I, O, GATED, BO, R // 3 * 2, 0, ASM,
+            )  # fmt: skip
+        else:
+            _strip_fp4(
+                x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
+                K, I, O, GATED, BO, R // 3 * 2, R // 3, ASM,
+            )  # fmt: skip
+    elif (TAILS >= 2) & (stop - start <= R // 4):
         _strip_fp4(
             x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
-            K, I, O, GATED, BO, R // 4 if TAILS >= 2 else R, ASM,
+            K, I, O, GATED, BO, R // 4 if TAILS >= 2 else R, 0, ASM,
         )  # fmt: skip
     elif (TAILS >= 1) & (stop - start <= R // 2):
         _strip_fp4(
             x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
-            K, I, O, GATED, BO, R // 2 if TAILS >= 1 else R, ASM,
+            K, I, O, GATED, BO, R // 2 if TAILS >= 1 else R, 0, ASM,
         )  # fmt: skip
     else:
         _strip_fp4(
-            x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column, K, I, O, GATED, BO, R, ASM
-        )
+            x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
+            K, I, O, GATED, BO, R, 0, ASM,
+        )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["GROUP"])
+@triton.jit(do_not_specialize=["blocks", "GROUP"])
 def products_dense(
-    x, weights, out, order, offsets, block_expert, block_start, block_count, GROUP,
+    x, weights, out, order, table, blocks, GROUP,
     K: tl.constexpr, I: tl.constexpr, O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
     TAILS: tl.constexpr, BI: tl.constexpr, BULK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -193,11 +248,12 @@ def products_dense(
     BULK: weights is a tensor descriptor of [E * O, I] in blocks of [BO, BI].
     """
     follow(PDL)
-    block, column, exists = _place(block_count, GROUP, ((O // 2 if GATED else O) + BO - 1) // BO)
-    if not exists:
+    block, column = _place(GROUP, ((O // 2 if GATED else O) + BO - 1) // BO)
+    if block >= blocks:
         return
-    e = tl.load(block_expert + block).to(tl.int64)
-    start, stop = tl.load(block_start + block), tl.load(offsets + e + 1)
+    e, start, stop = table_entry(table, block)
+    if e < 0:
+        return
     if (TAILS >= 2) & (stop - start <= R // 4):
         _strip_dense(
             x, weights, out, order, e, start, stop, column,
