@@ -23,7 +23,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tracefp4.formats import QuantizedBlocks, get_format
 from tracefp4.kernels.grouped_experts.packed import PackedExperts
-from tracefp4.kernels.grouped_experts.triton_products import GROUP, UP, products_dense, products_fp4, silu_mul, table_entry
+from tracefp4.kernels.grouped_experts.triton_products import (
+    GROUP,
+    UP,
+    products_dense,
+    products_fp4,
+    silu_mul,
+    table_entry,
+)
 from tracefp4.kernels.quantize_record.ref import RecordTarget, planes
 from tracefp4.kernels.quantize_record.triton import store_record
 from tracefp4.kernels.triton_layout import require_pairs
@@ -310,7 +317,8 @@ class ExpertsConfig:
 
     dense_inner: inputs a step of BF16. down: output features of a program of the second product, 0: as of the first.
     strips: FP4 by the products of `triton_products`, as BF16 always is, else by `_products_fp4`, which does better with
-    one or two warps. tails: see there. bulk: BF16 weights are read by the tensor memory accelerator.
+    one or two warps, and whose rows may be 3 * 2^n. tails: see there. bulk: BF16 weights are read by the tensor memory
+    accelerator. registers: at most so many a thread.
     """
 
     outputs: int
@@ -456,13 +464,32 @@ def products(
         bulk = config.bulk and I * weights.element_size() % 16 == 0
         source = TensorDescriptor.from_tensor(weights.flatten(0, 1), [outputs, BI]) if bulk else weights
         products_dense[grid](
-            rows, source, out, routing.order, routing.table, routing.blocks, group, BI=BI, BULK=bulk, TAILS=config.tails, **common, **launch
+            rows,
+            source,
+            out,
+            routing.order,
+            routing.table,
+            routing.blocks,
+            group,
+            BI=BI,
+            BULK=bulk,
+            TAILS=config.tails,
+            **common,
+            **launch,
         )
         return out
     operands = (rows, factor, weights.words, weights.scales.view(torch.int16), weights.epilogue, out)
     if config.strips:
         kernel = products_fp4[grid](
-            *operands, routing.order, routing.table, routing.blocks, group, ASM=config.asm, TAILS=config.tails, **common, **launch
+            *operands,
+            routing.order,
+            routing.table,
+            routing.blocks,
+            group,
+            ASM=config.asm,
+            TAILS=config.tails,
+            **common,
+            **launch,
         )
     else:
         kernel = _products_fp4[(routing.blocks, columns)](

@@ -4,9 +4,10 @@ Legend: M rows sorted by expert, K experts per token, O output and I input featu
 
 A strip is one block of rows of one expert times BO output features, summed over all inputs. Products are computed
 transposed, [O, R] = W x^T. FP4 weights are unpacked in registers, where the tensor core takes them from as its first
-operand: value j of every unit of eight forms a matrix [O, 16] of its own, and the eight of them, side by side, the
-[O, 128] of a tile, whose partner is x in that order (`triton._operand_rows`). Nothing of it moves to another thread,
-and the tensor core works on one matrix while the next is unpacked.
+operand: value j of every unit of eight forms a matrix [O, 16] of its own, and four of them, side by side, one of the
+two halves [O, 64] of a tile, whose partner is x in that order (`triton._operand_rows`). Nothing of it moves to another
+thread. Halves, and gate and up in one operand: a whole tile, or two products in turn, make the compiler wait for the
+tensor core at every matrix, where registers are few.
 
 Strips lie in groups of GROUP blocks of rows, with all columns of a group one behind the other, so that the weights and
 rows that programs of one time read are few. The last block of an expert may have few rows: it runs as a narrower strip.
@@ -33,12 +34,18 @@ def silu_mul(gate, up):
 
 
 @triton.jit
+def _side_by_side(w0, w1, w2, w3, BO: tl.constexpr):
+    x = tl.join(tl.join(w0, w1), tl.join(w2, w3))
+    return tl.reshape(tl.permute(x, (0, 3, 2, 1)), (BO, 64))
+
+
+@triton.jit
 def _tile(words, scale_pairs, BO: tl.constexpr, ASM: tl.constexpr):
-    """words int32 [BO, 16], scale pairs int16 [BO, 4] -> FP16 [BO, 128], value j of unit u in column 16 j + u."""
+    """words int32 [BO, 16], scale pairs int16 [BO, 4] -> two FP16 [BO, 64]: values 0 to 3, and 4 to 7, of every unit;
+    value j of unit u in column 16 (j % 4) + u."""
     s = block_scales(scale_pairs, BO, 16, True)
     w0, w1, w2, w3, w4, w5, w6, w7 = unpack(spread_columns(words, BO, 16), s, False, ASM)
-    x = tl.join(tl.join(tl.join(w0, w1), tl.join(w2, w3)), tl.join(tl.join(w4, w5), tl.join(w6, w7)))
-    return tl.reshape(tl.permute(x, (0, 4, 3, 2, 1)), (BO, 128))
+    return _side_by_side(w0, w1, w2, w3, BO), _side_by_side(w4, w5, w6, w7, BO)
 
 
 @triton.jit
@@ -55,14 +62,15 @@ def _rows(order, start, stop, K: tl.constexpr, R: tl.constexpr, GATED: tl.conste
 
 @triton.jit
 def _finish_fp4(
-    acc, acc_up, factor, out, owed_e, real, source, target, o,
-    O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr,
+    acc, factor, out, owed_e, real, source, target, o,
+    O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = O // 2 if GATED else O
     owed_R = tl.load(factor + source, mask=real, other=0.0)[None, :]
     y = acc * owed_e * owed_R
     if GATED:
-        y = silu_mul(y, acc_up * owed_e * owed_R)
+        gate, up = tl.split(tl.permute(tl.reshape(y, (2, BO, R)), (1, 2, 0)))
+        y = silu_mul(gate, up)
     wanted = real[None, :]
     if WIDTH % BO != 0:
         wanted = wanted & (o < WIDTH)[:, None]
@@ -75,48 +83,49 @@ def _strip_fp4(
     K: tl.constexpr, I: tl.constexpr, O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
     MORE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """R rows, and MORE behind them, which share what is unpacked; MORE 0: none."""
+    """R rows, and MORE behind them, which share what is unpacked; MORE 0: none.
+
+    GATED: BO rows of gate above BO of up are one operand; a thread holds the sums of both.
+    """
     T: tl.constexpr = I // 128
     WIDTH: tl.constexpr = O // 2 if GATED else O
+    BW: tl.constexpr = 2 * BO if GATED else BO
     o = column * BO + tl.arange(0, BO)
-    some = o
+    row = column * BO + tl.arange(0, BW) % BO
     if WIDTH % BO != 0:
-        some = tl.minimum(o, WIDTH - 1)  # rows past the end repeat the last and are not stored
-    w, p, i = tl.arange(0, 16), tl.arange(0, 4), tl.arange(0, 128)
+        row = tl.minimum(row, WIDTH - 1)  # rows past the end repeat the last and are not stored
+    if GATED:
+        row += tl.arange(0, BW) // BO * WIDTH
+    w, p, i = tl.arange(0, 16), tl.arange(0, 4), tl.arange(0, 64)
     words += e * (T * O * 16)
     weight_scales += e * (T * O * 4)
-    at_w, at_s = some[:, None] * 16 + w[None, :], some[:, None] * 4 + p[None, :]
+    at_w, at_s = row[:, None] * 16 + w[None, :], row[:, None] * 4 + p[None, :]
     real, source, target = _rows(order, start, stop, K, R, GATED)
     at_x = x + (source[None, :] * I + i[:, None])
-    acc = tl.zeros([BO, R], tl.float32)
-    acc_up = acc
+    acc = tl.zeros([BW, R], tl.float32)
     if MORE > 0:
         real_more, source_more, target_more = _rows(order, start + R, stop, K, MORE, GATED)
         at_more = x + (source_more[None, :] * I + i[:, None])
-        more = tl.zeros([BO, MORE], tl.float32)
-        more_up = more
+        more = tl.zeros([BW, MORE], tl.float32)
     for t in tl.range(0, T):
         u = tl.load(words + t * (O * 16) + at_w)
         s = tl.load(weight_scales + t * (O * 4) + at_s)
-        if GATED:
-            u_up = tl.load(words + (t * O + WIDTH) * 16 + at_w)
-            s_up = tl.load(weight_scales + (t * O + WIDTH) * 4 + at_s)
-        x_t = tl.load(at_x + t * 128, mask=real[None, :], other=0.0)
+        x_low = tl.load(at_x + t * 128, mask=real[None, :], other=0.0)
+        x_high = tl.load(at_x + (t * 128 + 64), mask=real[None, :], other=0.0)
         if MORE > 0:
-            x_more = tl.load(at_more + t * 128, mask=real_more[None, :], other=0.0)
-        tile = _tile(u, s, BO, ASM)
-        acc = dot(tile, x_t, acc)
+            more_low = tl.load(at_more + t * 128, mask=real_more[None, :], other=0.0)
+            more_high = tl.load(at_more + (t * 128 + 64), mask=real_more[None, :], other=0.0)
+        low, high = _tile(u, s, BW, ASM)
+        acc = dot(low, x_low, acc)
         if MORE > 0:
-            more = dot(tile, x_more, more)
-        if GATED:
-            tile = _tile(u_up, s_up, BO, ASM)
-            acc_up = dot(tile, x_t, acc_up)
-            if MORE > 0:
-                more_up = dot(tile, x_more, more_up)
+            more = dot(low, more_low, more)
+        acc = dot(high, x_high, acc)
+        if MORE > 0:
+            more = dot(high, more_high, more)
     owed_e = tl.load(epilogue + e) * UP
-    _finish_fp4(acc, acc_up, factor, out, owed_e, real, source, target, o, O, GATED, BO)
+    _finish_fp4(acc, factor, out, owed_e, real, source, target, o, O, GATED, BO, R)
     if MORE > 0:
-        _finish_fp4(more, more_up, factor, out, owed_e, real_more, source_more, target_more, o, O, GATED, BO)
+        _finish_fp4(more, factor, out, owed_e, real_more, source_more, target_more, o, O, GATED, BO, MORE)
 
 
 @triton.jit
@@ -195,7 +204,8 @@ def products_fp4(
     """GATED: rows of tokens -> silu(gate) * up [M, O/2], in sorted order; else sorted rows -> [M, O] by position.
 
     x FP16 [., I] and factor f32 as `_operand_rows` leaves them; words int32 [E, T, O, 16], weight_scales int16
-    [E, T, O, 4]. TAILS: how often the rows of a strip may be halved for a block that has no more.
+    [E, T, O, 4]. TAILS: how often the rows of a strip may be halved for a block that has no more. R may be 3 * 2^n:
+    then a strip has R rows in two widths, two thirds of them, or (TAILS) one.
     """
     follow(PDL)
     block, column = _place(GROUP, ((O // 2 if GATED else O) + BO - 1) // BO)
@@ -204,7 +214,7 @@ def products_fp4(
     e, start, stop = table_entry(table, block)
     if e < 0:
         return
-    if R & (R - 1) != 0:  # 3 * 2^n
+    if R & (R - 1) != 0:
         if (TAILS >= 1) & (stop - start <= R // 3):
             _strip_fp4(
                 x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
