@@ -202,10 +202,10 @@ def test_routing_is_the_stable_sort(N: int, E: int, K: int, rows: int) -> None:
     assert torch.equal(routing.order.cpu().long(), torch.argsort(flat, stable=True))
     counts = torch.bincount(flat, minlength=E)
     first = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).tolist()
-    want = [[e, i, first[e + 1]] for e in range(E) for i in range(first[e], first[e + 1], rows)]
+    want = [(e, i, min(rows, first[e + 1] - i)) for e in range(E) for i in range(first[e], first[e + 1], rows)]
     table = routing.table.tolist()
-    assert [entry[:3] for entry in table[: len(want)]] == want
-    assert all(entry[0] == -1 for entry in table[len(want) :])
+    assert [(entry >> 48, entry & 0xFFFFFFFF, entry >> 32 & 0xFFFF) for entry in table[: len(want)]] == want
+    assert all(entry == -1 for entry in table[len(want) :])
 
 
 def test_no_tokens() -> None:

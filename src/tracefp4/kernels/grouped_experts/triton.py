@@ -63,7 +63,14 @@ def _end_table(table, blocks, limit):
     """Marks the entries from `blocks` on as nobody's."""
     i = tl.arange(0, 128)
     for first in tl.range(blocks, limit, 128):
-        tl.store(table + (first + i) * 4, -1, mask=first + i < limit)
+        tl.store(table + first + i, -1, mask=first + i < limit)
+
+
+@triton.jit
+def _entry(e, start, stop, R: tl.constexpr):
+    """A block of at most R rows from `start` on, where the expert's end at `stop`: see `DeviceRouting`."""
+    rows = tl.minimum(stop - start, R)
+    return start.to(tl.int64) | (rows.to(tl.int64) << 32) | (e.to(tl.int64) << 48)
 
 
 @triton.jit(do_not_specialize=["M", "limit"])
@@ -89,10 +96,7 @@ def _route(
     if e == E - 1:
         _end_table(table, first_block + blocks, limit)
     for n in tl.range(0, blocks):
-        entry = table + (first_block + n) * 4
-        tl.store(entry, e)
-        tl.store(entry + 1, start + n * R)
-        tl.store(entry + 2, start + count)
+        tl.store(table + first_block + n, _entry(e, start + n * R, start + count, R))
     at = start
     for first in tl.range(0, M, CHUNK):
         chosen = tl.load(experts + first + i, mask=first + i < M, other=-1).to(tl.int32)
@@ -140,10 +144,7 @@ def _route_ranks(
     if c == 0:
         _end_table(table, tl.sum(blocks, axis=0), limit)
     for n in tl.range(c, tl.max(blocks, axis=0), C):
-        entry = table + (first_block + n) * 4
-        tl.store(entry, bins, mask=n < blocks)
-        tl.store(entry + 1, start + n * R, mask=n < blocks)
-        tl.store(entry + 2, start + total, mask=n < blocks)
+        tl.store(table + first_block + n, _entry(bins, start + n * R, start + total, R), mask=n < blocks)
     at = start + before
     stop = tl.minimum((c + 1) * CHUNK, M)
     for first in tl.range(c * CHUNK, stop, STEP):
@@ -362,10 +363,11 @@ def default_config(fp4: bool, rows_per_expert: float) -> ExpertsConfig:
 
 @dataclass(frozen=True)
 class DeviceRouting:
-    """What `_route` finds, int32 on the device.
+    """What `_route` finds, on the device.
 
-    order [M]: place in the (token, choice) order of each sorted row. table [blocks, 4]: expert, first row and end of
-    the expert's rows of each block, sorted; entries that no block has, of the upper bound that `blocks` is, have -1.
+    order int32 [M]: place in the (token, choice) order of each sorted row. table int64 [blocks]: of each block its
+    first row (bits 0 to 31), its rows (32 to 47) and its expert (48 to 62), in order; a word, so that a program waits
+    once for what it is to do. `blocks` is an upper bound: the entries behind the last block are -1.
     """
 
     order: Tensor
@@ -380,7 +382,8 @@ def route(experts_NK: Tensor, num_experts: int, rows: int) -> DeviceRouting:
     """Sorted order and blocks of `rows` rows for a choice of experts int64 [N, K]."""
     M = experts_NK.numel()
     blocks = max(1, min(num_experts, M) + M // rows)
-    order, table = (torch.empty(size, dtype=torch.int32, device=experts_NK.device) for size in ((M,), (blocks, 4)))
+    order = torch.empty(M, dtype=torch.int32, device=experts_NK.device)
+    table = torch.empty(blocks, dtype=torch.int64, device=experts_NK.device)
     routing = DeviceRouting(order, table)
     bins = triton.next_power_of_2(num_experts)
     if M < TWO_PHASES:
@@ -457,40 +460,17 @@ def products(
     if config.registers is not None:
         launch["maxnreg"] = config.registers
     columns = triton.cdiv(width, outputs)
-    group = min(GROUP, routing.blocks)
-    grid = (triton.cdiv(routing.blocks, group) * group * columns,)
+    grid = (GROUP.value * columns, triton.cdiv(routing.blocks, GROUP.value))
+    blocks = routing.order, routing.table, routing.blocks
     if isinstance(weights, Tensor):
         BI = min(config.dense_inner, triton.next_power_of_2(I))
         bulk = config.bulk and I * weights.element_size() % 16 == 0
         source = TensorDescriptor.from_tensor(weights.flatten(0, 1), [outputs, BI]) if bulk else weights
-        products_dense[grid](
-            rows,
-            source,
-            out,
-            routing.order,
-            routing.table,
-            routing.blocks,
-            group,
-            BI=BI,
-            BULK=bulk,
-            TAILS=config.tails,
-            **common,
-            **launch,
-        )
+        products_dense[grid](rows, source, out, *blocks, BI=BI, BULK=bulk, TAILS=config.tails, **common, **launch)
         return out
     operands = (rows, factor, weights.words, weights.scales.view(torch.int16), weights.epilogue, out)
     if config.strips:
-        kernel = products_fp4[grid](
-            *operands,
-            routing.order,
-            routing.table,
-            routing.blocks,
-            group,
-            ASM=config.asm,
-            TAILS=config.tails,
-            **common,
-            **launch,
-        )
+        kernel = products_fp4[grid](*operands, *blocks, ASM=config.asm, TAILS=config.tails, **common, **launch)
     else:
         kernel = _products_fp4[(routing.blocks, columns)](
             *operands, routing.order, routing.table, ASM=config.asm, **common, **launch

@@ -21,7 +21,7 @@ import triton.language as tl
 from tracefp4.kernels.triton_math import dot, follow, from_bf16, to_bf16
 from tracefp4.kernels.triton_unpack import block_scales, spread_columns, unpack
 
-GROUP = 8
+GROUP = tl.constexpr(8)
 UP = tl.constexpr(2.0**14)
 """What undoes the factor of an FP16 operand."""
 
@@ -178,26 +178,15 @@ def _strip_dense(
 
 @triton.jit
 def table_entry(table, block):
-    """(expert int64, first row, end of the expert's rows) of a block; the expert is -1 where there is no such block.
-
-    Three loads that wait for none: a program's first wait is for what it then works on.
-    """
-    entry = table + block * 4
-    return tl.load(entry).to(tl.int64), tl.load(entry + 1), tl.load(entry + 2)
+    """(expert int64, first row, end of the rows) of a block; the expert is -1 where there is no such block."""
+    entry = tl.load(table + block)
+    start = entry.to(tl.int32)
+    return entry >> 48, start, start + ((entry >> 32) & 0xFFFF).to(tl.int32)
 
 
-@triton.jit
-def _place(GROUP, COLUMNS: tl.constexpr):
-    """(block of rows, column) of this program."""
-    pid = tl.program_id(0)
-    within = pid % (GROUP * COLUMNS)
-    block = pid // (GROUP * COLUMNS) * GROUP + within % GROUP
-    return block, within // GROUP
-
-
-@triton.jit(do_not_specialize=["blocks", "GROUP"])
+@triton.jit(do_not_specialize=["blocks"])
 def products_fp4(
-    x, factor, words, weight_scales, epilogue, out, order, table, blocks, GROUP,
+    x, factor, words, weight_scales, epilogue, out, order, table, blocks,
     K: tl.constexpr, I: tl.constexpr, O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
     TAILS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -208,7 +197,7 @@ def products_fp4(
     then a strip has R rows in two widths, two thirds of them, or (TAILS) one.
     """
     follow(PDL)
-    block, column = _place(GROUP, ((O // 2 if GATED else O) + BO - 1) // BO)
+    block, column = tl.program_id(1) * GROUP + tl.program_id(0) % GROUP, tl.program_id(0) // GROUP
     if block >= blocks:
         return
     e, start, stop = table_entry(table, block)
@@ -247,9 +236,9 @@ def products_fp4(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["blocks", "GROUP"])
+@triton.jit(do_not_specialize=["blocks"])
 def products_dense(
-    x, weights, out, order, table, blocks, GROUP,
+    x, weights, out, order, table, blocks,
     K: tl.constexpr, I: tl.constexpr, O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
     TAILS: tl.constexpr, BI: tl.constexpr, BULK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -258,7 +247,7 @@ def products_dense(
     BULK: weights is a tensor descriptor of [E * O, I] in blocks of [BO, BI].
     """
     follow(PDL)
-    block, column = _place(GROUP, ((O // 2 if GATED else O) + BO - 1) // BO)
+    block, column = tl.program_id(1) * GROUP + tl.program_id(0) % GROUP, tl.program_id(0) // GROUP
     if block >= blocks:
         return
     e, start, stop = table_entry(table, block)
