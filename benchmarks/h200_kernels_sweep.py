@@ -99,7 +99,7 @@ def expert_group(N: int, kind: str, configs: list[ExpertsConfig]) -> Group:
 
 
 FP4 = {
-    4096: [strips(64, 128, 4, 2, 128, 1), strips(128, 128, 8, 3, 256, 2)],
+    4096: [strips(64, 256, 8, 2, 128, 2), strips(64, 256, 8, 3, 128, 2), strips(128, 128, 8, 3, 256, 2)],
     499: [
         strips(64, 64, 4, 3, 128, 2, registers=168),
         strips(64, 48, 4, 3, 128, 1, registers=168),
@@ -111,8 +111,8 @@ FP4 = {
         strips(64, 48, 4, 2, 128, 1, registers=168),
         strips(32, 64, 4, 3, 64, 2),
     ],
-    121: [strips(64, 16, 4, 3, 128, 0), strips(64, 16, 2, 3, 0, 0), pieces(64, 16, 2, 3), pieces(64, 8, 2, 3)],
-    31: [pieces(32, 8, 1, 3), strips(64, 8, 2, 3, 0, 0)],
+    121: [strips(64, 16, 4, 3, 128, 0), strips(32, 16, 4, 3, 64, 0), pieces(64, 16, 2, 3)],
+    31: [strips(64, 8, 4, 3, 128, 0), strips(32, 8, 4, 4, 64, 0), strips(64, 16, 4, 3, 128, 0)],
 }
 BF16 = {
     4096: [strips(64, 128, 4, 3, 128, 2, bulk=True), strips(128, 128, 8, 4, 256, 1, bulk=True)],
