@@ -59,11 +59,21 @@ TWO_PHASES = 4096
 
 
 @triton.jit
-def _end_table(table, blocks, limit):
-    """Marks the entries from `blocks` on as nobody's."""
+def _nobodys(table, first, stop):
+    """Marks these entries as no block's."""
     i = tl.arange(0, 128)
-    for first in tl.range(blocks, limit, 128):
-        tl.store(table + first + i, -1, mask=first + i < limit)
+    for at in tl.range(first, stop, 128):
+        tl.store(table + at + i, -1, mask=at + i < stop)
+
+
+@triton.jit
+def _first_entry(e, start, R: tl.constexpr):
+    """Where the blocks of expert e begin in the table, if its rows begin at `start`.
+
+    At most min(e, start) experts before it have rows, and each of them at most one block that is not full. So nobody
+    need know how many blocks those have; some entries stay empty.
+    """
+    return tl.minimum(e, start) + start // R
 
 
 @triton.jit
@@ -73,36 +83,30 @@ def _entry(e, start, stop, R: tl.constexpr):
     return start.to(tl.int64) | (rows.to(tl.int64) << 32) | (e.to(tl.int64) << 48)
 
 
-@triton.jit(do_not_specialize=["M", "limit"])
-def _route(
-    experts, order, table, M, limit,
-    E: tl.constexpr, EP: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Program e lists the rows of expert e in order of (token, choice), and its blocks of R rows.
+@triton.jit
+def _route_expert(experts, order, table, e, M, limit, E: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr):
+    """Lists the rows of expert e in order of (token, choice), and its blocks of R rows; M at most CHUNK.
 
-    Every program counts all choices for itself, so none waits for another.
+    It looks at all choices for itself, so no program waits for another.
     """
-    follow(PDL)
-    e = tl.program_id(0)
-    i, bins = tl.arange(0, CHUNK), tl.arange(0, EP)
-    counts = tl.zeros([EP], tl.int32)
-    for first in tl.range(0, M, CHUNK):
-        chosen = tl.load(experts + first + i, mask=first + i < M, other=0).to(tl.int32)
-        counts += tl.histogram(chosen, EP, mask=first + i < M)
-    start = tl.sum(tl.where(bins < e, counts, 0), axis=0)
-    count = tl.sum(tl.where(bins == e, counts, 0), axis=0)
-    first_block = tl.sum(tl.where(bins < e, (counts + R - 1) // R, 0), axis=0)
-    blocks = (count + R - 1) // R
-    if e == E - 1:
-        _end_table(table, first_block + blocks, limit)
+    i = tl.arange(0, CHUNK)
+    chosen = tl.load(experts + i, mask=i < M, other=E).to(tl.int32)
+    start = tl.sum((chosen < e).to(tl.int32), axis=0)
+    mine = (chosen == e).to(tl.int32)
+    stop = start + tl.sum(mine, axis=0)
+    tl.store(order + start + tl.cumsum(mine, axis=0) - 1, i, mask=mine != 0)
+    first = _first_entry(e, start, R)
+    blocks = (stop - start + R - 1) // R
     for n in tl.range(0, blocks):
-        tl.store(table + first_block + n, _entry(e, start + n * R, start + count, R))
-    at = start
-    for first in tl.range(0, M, CHUNK):
-        chosen = tl.load(experts + first + i, mask=first + i < M, other=-1).to(tl.int32)
-        mine = (chosen == e).to(tl.int32)
-        tl.store(order + at + tl.cumsum(mine, axis=0) - 1, first + i, mask=mine != 0)
-        at += tl.sum(mine, axis=0)
+        tl.store(table + first + n, _entry(e, start + n * R, stop, R))
+    _nobodys(table, first + blocks, limit if e == E - 1 else _first_entry(e + 1, stop, R))
+
+
+@triton.jit(do_not_specialize=["M", "limit"])
+def _route(experts, order, table, M, limit, E: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    """Program e: `_route_expert`."""
+    follow(PDL)
+    _route_expert(experts, order, table, tl.program_id(0), M, limit, E, R, CHUNK)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -140,11 +144,11 @@ def _route_ranks(
         before += tl.sum(tl.where((there < c)[:, None], n, 0), axis=0)
     start = tl.cumsum(total, axis=0) - total
     blocks = (total + R - 1) // R
-    first_block = tl.cumsum(blocks, axis=0) - blocks
+    first = tl.cumsum(blocks, axis=0) - blocks
     if c == 0:
-        _end_table(table, tl.sum(blocks, axis=0), limit)
+        _nobodys(table, tl.sum(blocks, axis=0), limit)
     for n in tl.range(c, tl.max(blocks, axis=0), C):
-        tl.store(table + first_block + n, _entry(bins, start + n * R, start + total, R), mask=n < blocks)
+        tl.store(table + first + n, _entry(bins, start + n * R, start + total, R), mask=n < blocks)
     at = start + before
     stop = tl.minimum((c + 1) * CHUNK, M)
     for first in tl.range(c * CHUNK, stop, STEP):
@@ -165,9 +169,10 @@ def _in_order(y, NB: tl.constexpr):
     return tl.reshape(tl.permute(y, (0, 2, 5, 3, 1, 4)), (NB * 16,))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "limit"])
 def _operand_rows(
     x, codes_in, scales_in, s_in, out, factor_out, payload, record_scale, slots, x_stride,
+    experts, order, table, M, limit, E: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
     I: tl.constexpr, NB: tl.constexpr, CODES: tl.constexpr, QUANTIZE: tl.constexpr, S_STRIDE: tl.constexpr,
     STATIC: tl.constexpr, POW2: tl.constexpr, EXACT: tl.constexpr, ENCODE_MAX: tl.constexpr,
     RECORD: tl.constexpr, RECORD_SCALE: tl.constexpr, RECORD_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr,
@@ -176,10 +181,14 @@ def _operand_rows(
     """One row as FP16 [I] in the order of the products, and the f32 factor that its sums are owed.
 
     CODES: of quantized codes, scales and S; QUANTIZE: quantizes x first, and records what it chose if RECORD; neither:
-    x as it is.
+    x as it is. The first E programs do what `_route` does instead, beside the others.
     """
     follow(PDL)
-    row = tl.program_id(0).to(tl.int64)
+    if E > 0:
+        if tl.program_id(0) < E:
+            _route_expert(experts, order, table, tl.program_id(0), M, limit, E, R, CHUNK)
+            return
+    row = tl.program_id(0).to(tl.int64) - E
     b = tl.arange(0, NB)
     i = b[:, None] * 16 + tl.arange(0, 16)[None, :]
     one = tl.arange(0, 1)
@@ -367,7 +376,7 @@ class DeviceRouting:
 
     order int32 [M]: place in the (token, choice) order of each sorted row. table int64 [blocks]: of each block its
     first row (bits 0 to 31), its rows (32 to 47) and its expert (48 to 62), in order; a word, so that a program waits
-    once for what it is to do. `blocks` is an upper bound: the entries behind the last block are -1.
+    once for what it is to do. `blocks` is an upper bound: entries that are no block's are -1.
     """
 
     order: Tensor
@@ -378,21 +387,46 @@ class DeviceRouting:
         return self.table.shape[0]
 
 
+@dataclass(frozen=True)
+class _OnePhase:
+    """A routing that is still to be found, by the kernel of the operand rows beside its own work."""
+
+    experts: Tensor
+    routing: DeviceRouting
+    num_experts: int
+    rows: int
+
+    @property
+    def chunk(self) -> int:
+        return max(128, triton.next_power_of_2(self.experts.numel()))
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"E": self.num_experts, "R": self.rows, "CHUNK": self.chunk}
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
+        return self.experts, self.routing.order, self.routing.table, self.experts.numel(), self.routing.blocks
+
+
+def _empty_routing(experts_NK: Tensor, num_experts: int, rows: int) -> DeviceRouting:
+    M = experts_NK.numel()
+    order = torch.empty(M, dtype=torch.int32, device=experts_NK.device)
+    blocks = max(1, min(num_experts, M) + M // rows)
+    return DeviceRouting(order, torch.empty(blocks, dtype=torch.int64, device=experts_NK.device))
+
+
 def route(experts_NK: Tensor, num_experts: int, rows: int) -> DeviceRouting:
     """Sorted order and blocks of `rows` rows for a choice of experts int64 [N, K]."""
     M = experts_NK.numel()
-    blocks = max(1, min(num_experts, M) + M // rows)
-    order = torch.empty(M, dtype=torch.int32, device=experts_NK.device)
-    table = torch.empty(blocks, dtype=torch.int64, device=experts_NK.device)
-    routing = DeviceRouting(order, table)
-    bins = triton.next_power_of_2(num_experts)
+    routing = _empty_routing(experts_NK, num_experts, rows)
+    order, table, blocks = routing.order, routing.table, routing.blocks
     if M < TWO_PHASES:
-        chunk = min(4096, max(128, triton.next_power_of_2(M)))
-        _route[(num_experts,)](
-            experts_NK, order, table, M, blocks, E=num_experts, EP=bins, R=rows, CHUNK=chunk,
-            num_warps=max(4, chunk // 256), **following(),
-        )  # fmt: skip
+        found = _OnePhase(experts_NK, routing, num_experts, rows)
+        warps = max(4, found.chunk // 256)
+        _route[(num_experts,)](*found.operands, **found.constants, num_warps=warps, **following())
         return routing
+    bins = triton.next_power_of_2(num_experts)
     chunk = max(256, triton.next_power_of_2(triton.cdiv(M, 256)))
     C = triton.cdiv(M, chunk)
     counts = torch.empty(C, bins, dtype=torch.int32, device=experts_NK.device)
@@ -409,9 +443,10 @@ def operand_rows(
     format: str | None = None,
     encode_scale: str | float | Tensor = "row",
     record: RecordTarget | None = None,
+    beside: _OnePhase | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(FP16 [N, I] in the products' order, f32 [N] factors) of BF16 rows, quantized (and recorded) first if a format is
-    given, or of rows that are quantized already."""
+    given, or of rows that are quantized already. beside: a routing that the same launch finds."""
     codes = x if isinstance(x, QuantizedBlocks) else None
     values = x if isinstance(x, Tensor) else None
     N, I = x.shape
@@ -428,11 +463,16 @@ def operand_rows(
     blocks = max(8, triton.next_power_of_2(I // 16))
     code_planes, scale_planes = (0, 0) if record is None else planes(format or "", record.bits)
     record_scale = None if record is None else record.encode_scale
+    warps = min(8, max(1, blocks // (64 if N >= 1024 else 32)))
+    if beside is not None:
+        warps = max(warps, min(8, beside.chunk // 256))
     if N:
-        _operand_rows[(N,)](
+        _operand_rows[(N + (0 if beside is None else beside.num_experts),)](
             values, None if codes is None else codes.codes.view(torch.int32), None if codes is None else codes.scales,
             s, out, factor, record and record.payload, record_scale, record and record.slots,
             0 if values is None else values.stride(0),
+            *((None, None, None, 0, 0) if beside is None else beside.operands),
+            **({"E": 0, "R": 1, "CHUNK": 1} if beside is None else beside.constants),
             I=I, NB=blocks, CODES=codes is not None, QUANTIZE=codes is None and format is not None,
             S_STRIDE=1 if s is not None and s.ndim else 0, STATIC=codes is None and s is not None,
             POW2=isinstance(encode_scale, str) and encode_scale == "row-pow2", EXACT=format == "nvfp4-exact",
@@ -441,7 +481,7 @@ def operand_rows(
             RECORD_STRIDE=0 if record is None else record.payload.stride(0),
             SCALE_STRIDE=0 if record_scale is None else record_scale.stride(0),
             CODE_PLANES=code_planes, SCALE_PLANES=scale_planes,
-            num_warps=min(8, max(1, blocks // (64 if N >= 1024 else 32))), **IEEE, **following(),
+            num_warps=warps, **IEEE, **following(),
         )  # fmt: skip
     return out, factor
 
@@ -500,13 +540,16 @@ def routed_experts(
     if N == 0:
         return out
     config = config or default_config(fp4, M / E)
-    routing = route(experts_NK, E, config.rows)
     factor: Tensor | None = None
-    if fp4:
+    if fp4 and M < TWO_PHASES:
+        routing = _empty_routing(experts_NK, E, config.rows)
+        rows, factor = operand_rows(x, format, encode_scale, record, _OnePhase(experts_NK, routing, E, config.rows))
+    elif fp4:
+        routing = route(experts_NK, E, config.rows)
         rows, factor = operand_rows(x, format, encode_scale, record)
     else:
         assert isinstance(x, Tensor)
-        rows = x
+        routing, rows = route(experts_NK, E, config.rows), x
     hidden = products(rows, factor, gate_up, routing, K, True, M, config)
     if fp4:
         hidden, factor = operand_rows(hidden, format, encode_scale)
