@@ -182,6 +182,8 @@ def decoder_cases() -> Iterator[Case]:
     x = empty(N, HIDDEN)
     for y in (None, x):
         yield "norm", partial(decoder_ops.add_norm, x, y, empty(HIDDEN), 1e-6)
+    gates = empty(N, TOP, dtype=torch.float32)
+    yield "norm", partial(decoder_ops.add_norm, x, empty(N, TOP, HIDDEN), empty(HIDDEN), 1e-6, gates)
     yield "router", partial(decoder_ops.choose_experts, empty(N, EXPERTS), TOP, True)
     for D in (64, 128, 256):
         qkv, tables = empty(N, (HEADS + 2 * KV_HEADS) * D), [empty(4096, D // 2, dtype=torch.float32)] * 2

@@ -207,6 +207,16 @@ def test_routing_is_the_stable_sort(N: int, E: int, K: int, rows: int) -> None:
     assert [(entry >> 48, entry & 0xFFFFFFFF, entry >> 32 & 0xFFFF) for entry in table] == want
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_the_sum_may_be_left_out(backend: str) -> None:
+    args = on(DEVICE, problem(5, 4, 2, 128, 128, True))
+    want = routed_experts(**args, backend=backend, activations="nvfp4")
+    rows = routed_experts(**args, backend=backend, activations="nvfp4", summed=False)
+    assert rows.shape == (5, 2, 128)
+    total = (rows.float() * args["gates_NK"][..., None]).sum(1)
+    assert torch.equal(total.bfloat16(), want)
+
+
 def test_no_tokens() -> None:
     args = on(DEVICE, problem(1, 4, 2, 128, 128, True))
     args |= {k: args[k][:0] for k in ("x", "experts_NK", "gates_NK")}

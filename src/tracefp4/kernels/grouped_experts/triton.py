@@ -529,6 +529,7 @@ def routed_experts(
     encode_scale: str | float | Tensor,
     config: ExpertsConfig | None = None,
     record: RecordTarget | None = None,
+    summed: bool = True,
 ) -> Tensor:
     """See `tracefp4.kernels.grouped_experts.routed_experts`; operands are checked there."""
     N, K = experts_NK.shape
@@ -536,9 +537,8 @@ def routed_experts(
     E = gate_up.experts if isinstance(gate_up, PackedExperts) else gate_up.shape[0]
     O = down.outputs if isinstance(down, PackedExperts) else down.shape[1]
     M = N * K
-    out = torch.empty(N, O, dtype=torch.bfloat16, device=experts_NK.device)
     if N == 0:
-        return out
+        return torch.empty((N, O) if summed else (N, K, O), dtype=torch.bfloat16, device=experts_NK.device)
     config = config or default_config(fp4, M / E)
     factor: Tensor | None = None
     if fp4 and M < TWO_PHASES:
@@ -554,6 +554,11 @@ def routed_experts(
     if fp4:
         hidden, factor = operand_rows(hidden, format, encode_scale)
     y = products(hidden, factor, down, routing, K, False, M, config)
+    if not summed:
+        return y.view(N, K, O)
+    out = torch.empty(N, O, dtype=torch.bfloat16, device=experts_NK.device)
     block = min(1024, triton.next_power_of_2(O))
-    _weighted_sum[(N, triton.cdiv(O, block))](y, gates_NK, out, K=K, O=O, BLOCK=block, num_warps=4, **following())
+    _weighted_sum[(N, triton.cdiv(O, block))](
+        y, gates_NK, out, K=K, O=O, BLOCK=block, num_warps=4, **IEEE, **following()
+    )
     return out
