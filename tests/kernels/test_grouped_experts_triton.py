@@ -77,13 +77,15 @@ def test_strips_give_the_same_bits(case: str, outputs: int, down: int, tails: in
     strips_against_pieces(case, outputs, 16, down, tails, bulk)
 
 
-@pytest.mark.parametrize(("outputs", "rows", "down", "tails"), [(64, 24, 64, 1), (256, 12, 128, 0)])
-def test_strips_of_two_widths_and_past_the_end(outputs: int, rows: int, down: int, tails: int) -> None:
+@pytest.mark.parametrize(("outputs", "rows", "down", "tails", "parts"), [(64, 24, 64, 1, 4), (256, 12, 128, 0, 2)])
+def test_strips_of_two_widths_and_past_the_end(outputs: int, rows: int, down: int, tails: int, parts: int) -> None:
     """Blocks of 16 + 8 rows, 18 of which exist, and of 8 + 4 with a rest of 6; 256 outputs where there are 128."""
-    strips_against_pieces("W4A4", outputs, rows, down, tails, False)
+    strips_against_pieces("W4A4", outputs, rows, down, tails, False, parts)
 
 
-def strips_against_pieces(case: str, outputs: int, rows: int, down: int, tails: int, bulk: bool) -> None:
+def strips_against_pieces(
+    case: str, outputs: int, rows: int, down: int, tails: int, bulk: bool, parts: int = 2
+) -> None:
     from tracefp4.kernels.grouped_experts import triton as kernel
 
     packed, activations, scale = CASES[case]
@@ -91,7 +93,9 @@ def strips_against_pieces(case: str, outputs: int, rows: int, down: int, tails: 
     operands = [args[k] for k in ("x", "experts_NK", "gates_NK", "gate_up", "down")]
     asm = DEVICE == "cuda"
     plain = kernel.ExpertsConfig(128, 16, 4, 2, 64, asm)
-    cut = kernel.ExpertsConfig(outputs, rows, 4, 2, 64, asm, down=down, strips=True, tails=tails, bulk=bulk)
+    cut = kernel.ExpertsConfig(
+        outputs, rows, 4, 2, 64, asm, down=down, strips=True, tails=tails, bulk=bulk, parts=parts
+    )
     want, got = (kernel.routed_experts(*operands, activations, scale, c) for c in (plain, cut))
     assert torch.equal(got, want)
 

@@ -328,7 +328,7 @@ class ExpertsConfig:
     dense_inner: inputs a step of BF16. down: output features of a program of the second product, 0: as of the first.
     strips: FP4 by the products of `triton_products`, as BF16 always is, else by `_products_fp4`, which does better with
     one or two warps, and whose rows may be 3 * 2^n. tails: see there. bulk: BF16 weights are read by the tensor memory
-    accelerator. registers: at most so many a thread.
+    accelerator. registers: at most so many a thread. parts: of a tile of FP4 weights in strips, 2 or 4.
     """
 
     outputs: int
@@ -342,6 +342,7 @@ class ExpertsConfig:
     tails: int = 0
     bulk: bool = False
     registers: int | None = None
+    parts: int = 2
 
 
 def default_config(fp4: bool, rows_per_expert: float) -> ExpertsConfig:
@@ -510,7 +511,8 @@ def products(
         return out
     operands = (rows, factor, weights.words, weights.scales.view(torch.int16), weights.epilogue, out)
     if config.strips:
-        kernel = products_fp4[grid](*operands, *blocks, ASM=config.asm, TAILS=config.tails, **common, **launch)
+        parts = {"TAILS": config.tails, "PARTS": config.parts}
+        kernel = products_fp4[grid](*operands, *blocks, ASM=config.asm, **parts, **common, **launch)
     else:
         kernel = _products_fp4[(routing.blocks, columns)](
             *operands, routing.order, routing.table, ASM=config.asm, **common, **launch

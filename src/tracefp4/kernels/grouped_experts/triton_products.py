@@ -4,10 +4,10 @@ Legend: M rows sorted by expert, K experts per token, O output and I input featu
 
 A strip is one block of rows of one expert times BO output features, summed over all inputs. Products are computed
 transposed, [O, R] = W x^T. FP4 weights are unpacked in registers, where the tensor core takes them from as its first
-operand: value j of every unit of eight forms a matrix [O, 16] of its own, and four of them, side by side, one of the
-two halves [O, 64] of a tile, whose partner is x in that order (`triton._operand_rows`). Nothing of it moves to another
-thread. Halves, and gate and up in one operand: a whole tile, or two products in turn, make the compiler wait for the
-tensor core at every matrix, where registers are few.
+operand: value j of every unit of eight forms a matrix [O, 16] of its own, and some of them, side by side, a part of a
+tile [O, 128], whose partner is x in that order (`triton._operand_rows`). Nothing of it moves to another thread. A part
+is unpacked while the tensor core works on the one before, so that a thread holds two; with too few registers for them
+the compiler makes it wait at every matrix.
 
 Strips lie in groups of GROUP blocks of rows, with all columns of a group one behind the other, so that the weights and
 rows that programs of one time read are few. The last block of an expert may have few rows: it runs as a narrower strip.
@@ -34,18 +34,24 @@ def silu_mul(gate, up):
 
 
 @triton.jit
-def _side_by_side(w0, w1, w2, w3, BO: tl.constexpr):
+def _two(w0, w1, BO: tl.constexpr):
+    """Matrices [BO, 16] side by side."""
+    return tl.reshape(tl.permute(tl.join(w0, w1), (0, 2, 1)), (BO, 32))
+
+
+@triton.jit
+def _four(w0, w1, w2, w3, BO: tl.constexpr):
     x = tl.join(tl.join(w0, w1), tl.join(w2, w3))
     return tl.reshape(tl.permute(x, (0, 3, 2, 1)), (BO, 64))
 
 
 @triton.jit
-def _tile(words, scale_pairs, BO: tl.constexpr, ASM: tl.constexpr):
-    """words int32 [BO, 16], scale pairs int16 [BO, 4] -> two FP16 [BO, 64]: values 0 to 3, and 4 to 7, of every unit;
-    value j of unit u in column 16 (j % 4) + u."""
-    s = block_scales(scale_pairs, BO, 16, True)
-    w0, w1, w2, w3, w4, w5, w6, w7 = unpack(spread_columns(words, BO, 16), s, False, ASM)
-    return _side_by_side(w0, w1, w2, w3, BO), _side_by_side(w4, w5, w6, w7, BO)
+def _add_part(acc, more, part, at_x, at_more, real, real_more, MORE: tl.constexpr):
+    """Both sums with the product of a part of a tile and the rows at its inputs."""
+    acc = dot(part, tl.load(at_x, mask=real[None, :], other=0.0), acc)
+    if MORE > 0:
+        more = dot(part, tl.load(at_more, mask=real_more[None, :], other=0.0), more)
+    return acc, more
 
 
 @triton.jit
@@ -81,7 +87,7 @@ def _finish_fp4(
 def _strip_fp4(
     x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
     K: tl.constexpr, I: tl.constexpr, O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
-    MORE: tl.constexpr, ASM: tl.constexpr,
+    MORE: tl.constexpr, ASM: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """R rows, and MORE behind them, which share what is unpacked; MORE 0: none.
 
@@ -96,13 +102,14 @@ def _strip_fp4(
         row = tl.minimum(row, WIDTH - 1)  # rows past the end repeat the last and are not stored
     if GATED:
         row += tl.arange(0, BW) // BO * WIDTH
-    w, p, i = tl.arange(0, 16), tl.arange(0, 4), tl.arange(0, 64)
+    w, p, i = tl.arange(0, 16), tl.arange(0, 4), tl.arange(0, 128 // PARTS)
     words += e * (T * O * 16)
     weight_scales += e * (T * O * 4)
     at_w, at_s = row[:, None] * 16 + w[None, :], row[:, None] * 4 + p[None, :]
     real, source, target = _rows(order, start, stop, K, R, GATED)
     at_x = x + (source[None, :] * I + i[:, None])
     acc = tl.zeros([BW, R], tl.float32)
+    real_more, at_more, more = real, at_x, acc
     if MORE > 0:
         real_more, source_more, target_more = _rows(order, start + R, stop, K, MORE, GATED)
         at_more = x + (source_more[None, :] * I + i[:, None])
@@ -110,18 +117,17 @@ def _strip_fp4(
     for t in tl.range(0, T):
         u = tl.load(words + t * (O * 16) + at_w)
         s = tl.load(weight_scales + t * (O * 4) + at_s)
-        x_low = tl.load(at_x + t * 128, mask=real[None, :], other=0.0)
-        x_high = tl.load(at_x + (t * 128 + 64), mask=real[None, :], other=0.0)
-        if MORE > 0:
-            more_low = tl.load(at_more + t * 128, mask=real_more[None, :], other=0.0)
-            more_high = tl.load(at_more + (t * 128 + 64), mask=real_more[None, :], other=0.0)
-        low, high = _tile(u, s, BW, ASM)
-        acc = dot(low, x_low, acc)
-        if MORE > 0:
-            more = dot(low, more_low, more)
-        acc = dot(high, x_high, acc)
-        if MORE > 0:
-            more = dot(high, more_high, more)
+        s = block_scales(s, BW, 16, True)
+        w0, w1, w2, w3, w4, w5, w6, w7 = unpack(spread_columns(u, BW, 16), s, False, ASM)
+        x_t, m_t = at_x + t * 128, at_more + t * 128
+        if PARTS == 2:
+            acc, more = _add_part(acc, more, _four(w0, w1, w2, w3, BW), x_t, m_t, real, real_more, MORE)
+            acc, more = _add_part(acc, more, _four(w4, w5, w6, w7, BW), x_t + 64, m_t + 64, real, real_more, MORE)
+        else:
+            acc, more = _add_part(acc, more, _two(w0, w1, BW), x_t, m_t, real, real_more, MORE)
+            acc, more = _add_part(acc, more, _two(w2, w3, BW), x_t + 32, m_t + 32, real, real_more, MORE)
+            acc, more = _add_part(acc, more, _two(w4, w5, BW), x_t + 64, m_t + 64, real, real_more, MORE)
+            acc, more = _add_part(acc, more, _two(w6, w7, BW), x_t + 96, m_t + 96, real, real_more, MORE)
     owed_e = tl.load(epilogue + e) * UP
     _finish_fp4(acc, factor, out, owed_e, real, source, target, o, O, GATED, BO, R)
     if MORE > 0:
@@ -188,13 +194,13 @@ def table_entry(table, block):
 def products_fp4(
     x, factor, words, weight_scales, epilogue, out, order, table, blocks,
     K: tl.constexpr, I: tl.constexpr, O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
-    TAILS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    TAILS: tl.constexpr, ASM: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """GATED: rows of tokens -> silu(gate) * up [M, O/2], in sorted order; else sorted rows -> [M, O] by position.
 
     x FP16 [., I] and factor f32 as `_operand_rows` leaves them; words int32 [E, T, O, 16], weight_scales int16
     [E, T, O, 4]. TAILS: how often the rows of a strip may be halved for a block that has no more. R may be 3 * 2^n:
-    then a strip has R rows in two widths, two thirds of them, or (TAILS) one.
+    then a strip has R rows in two widths, two thirds of them, or (TAILS) one. PARTS: of a tile, 2 or 4.
     """
     follow(PDL)
     block, column = tl.program_id(1) * GROUP + tl.program_id(0) % GROUP, tl.program_id(0) // GROUP
@@ -207,32 +213,32 @@ def products_fp4(
         if (TAILS >= 1) & (stop - start <= R // 3):
             _strip_fp4(
                 x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
-                K, I, O, GATED, BO, R // 3, 0, ASM,
+                K, I, O, GATED, BO, R // 3, 0, ASM, PARTS,
             )  # fmt: skip
         elif stop - start <= R // 3 * 2:
             _strip_fp4(
                 x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
-                K, I, O, GATED, BO, R // 3 * 2, 0, ASM,
+                K, I, O, GATED, BO, R // 3 * 2, 0, ASM, PARTS,
             )  # fmt: skip
         else:
             _strip_fp4(
                 x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
-                K, I, O, GATED, BO, R // 3 * 2, R // 3, ASM,
+                K, I, O, GATED, BO, R // 3 * 2, R // 3, ASM, PARTS,
             )  # fmt: skip
     elif (TAILS >= 2) & (stop - start <= R // 4):
         _strip_fp4(
             x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
-            K, I, O, GATED, BO, R // 4 if TAILS >= 2 else R, 0, ASM,
+            K, I, O, GATED, BO, R // 4 if TAILS >= 2 else R, 0, ASM, PARTS,
         )  # fmt: skip
     elif (TAILS >= 1) & (stop - start <= R // 2):
         _strip_fp4(
             x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
-            K, I, O, GATED, BO, R // 2 if TAILS >= 1 else R, 0, ASM,
+            K, I, O, GATED, BO, R // 2 if TAILS >= 1 else R, 0, ASM, PARTS,
         )  # fmt: skip
     else:
         _strip_fp4(
             x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
-            K, I, O, GATED, BO, R, 0, ASM,
+            K, I, O, GATED, BO, R, 0, ASM, PARTS,
         )  # fmt: skip
 
 
