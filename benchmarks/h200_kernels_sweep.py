@@ -111,6 +111,8 @@ FP4 = {
         strips(64, 32, 4, 3, 128, 1, registers=128),
         strips(128, 32, 8, 3, 256, 1, registers=128),
         strips(128, 64, 8, 2, 256, 2),
+        strips(64, 48, 4, 2, 128, 1, registers=168, unroll=2),
+        strips(128, 48, 8, 2, 256, 1, registers=128, parts=4, unroll=2),
     ],
     121: [strips(64, 16, 4, 3, 128, 0), strips(32, 16, 4, 3, 64, 0), pieces(64, 16, 2, 3)],
     31: [strips(64, 8, 4, 3, 128, 0), strips(32, 8, 4, 4, 64, 0), strips(64, 16, 4, 3, 128, 0)],

@@ -94,7 +94,7 @@ def strips_against_pieces(
     asm = DEVICE == "cuda"
     plain = kernel.ExpertsConfig(128, 16, 4, 2, 64, asm)
     cut = kernel.ExpertsConfig(
-        outputs, rows, 4, 2, 64, asm, down=down, strips=True, tails=tails, bulk=bulk, parts=parts
+        outputs, rows, 4, 2, 64, asm, down=down, strips=True, tails=tails, bulk=bulk, parts=parts, unroll=parts // 2
     )
     want, got = (kernel.routed_experts(*operands, activations, scale, c) for c in (plain, cut))
     assert torch.equal(got, want)

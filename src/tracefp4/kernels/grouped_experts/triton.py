@@ -329,6 +329,7 @@ class ExpertsConfig:
     strips: FP4 by the products of `triton_products`, as BF16 always is, else by `_products_fp4`, which does better with
     one or two warps, and whose rows may be 3 * 2^n. tails: see there. bulk: BF16 weights are read by the tensor memory
     accelerator. registers: at most so many a thread. parts: of a tile of FP4 weights in strips, 2 or 4.
+    unroll: such tiles a step.
     """
 
     outputs: int
@@ -343,6 +344,7 @@ class ExpertsConfig:
     bulk: bool = False
     registers: int | None = None
     parts: int = 2
+    unroll: int = 1
 
 
 def default_config(fp4: bool, rows_per_expert: float) -> ExpertsConfig:
@@ -511,7 +513,7 @@ def products(
         return out
     operands = (rows, factor, weights.words, weights.scales.view(torch.int16), weights.epilogue, out)
     if config.strips:
-        parts = {"TAILS": config.tails, "PARTS": config.parts}
+        parts = {"TAILS": config.tails, "PARTS": config.parts, "UNROLL": config.unroll}
         kernel = products_fp4[grid](*operands, *blocks, ASM=config.asm, **parts, **common, **launch)
     else:
         kernel = _products_fp4[(routing.blocks, columns)](

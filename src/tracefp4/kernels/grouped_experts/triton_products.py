@@ -87,7 +87,7 @@ def _finish_fp4(
 def _strip_fp4(
     x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
     K: tl.constexpr, I: tl.constexpr, O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
-    MORE: tl.constexpr, ASM: tl.constexpr, PARTS: tl.constexpr,
+    MORE: tl.constexpr, ASM: tl.constexpr, PARTS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """R rows, and MORE behind them, which share what is unpacked; MORE 0: none.
 
@@ -114,7 +114,7 @@ def _strip_fp4(
         real_more, source_more, target_more = _rows(order, start + R, stop, K, MORE, GATED)
         at_more = x + (source_more[None, :] * I + i[:, None])
         more = tl.zeros([BW, MORE], tl.float32)
-    for t in tl.range(0, T):
+    for t in tl.range(0, T, loop_unroll_factor=UNROLL):
         u = tl.load(words + t * (O * 16) + at_w)
         s = tl.load(weight_scales + t * (O * 4) + at_s)
         s = block_scales(s, BW, 16, True)
@@ -194,13 +194,15 @@ def table_entry(table, block):
 def products_fp4(
     x, factor, words, weight_scales, epilogue, out, order, table, blocks,
     K: tl.constexpr, I: tl.constexpr, O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
-    TAILS: tl.constexpr, ASM: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    TAILS: tl.constexpr, ASM: tl.constexpr, PARTS: tl.constexpr, UNROLL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """GATED: rows of tokens -> silu(gate) * up [M, O/2], in sorted order; else sorted rows -> [M, O] by position.
 
     x FP16 [., I] and factor f32 as `_operand_rows` leaves them; words int32 [E, T, O, 16], weight_scales int16
     [E, T, O, 4]. TAILS: how often the rows of a strip may be halved for a block that has no more. R may be 3 * 2^n:
-    then a strip has R rows in two widths, two thirds of them, or (TAILS) one. PARTS: of a tile, 2 or 4.
+    then a strip has R rows in two widths, two thirds of them, or (TAILS) one. PARTS: of a tile, 2 or 4. UNROLL: tiles
+    of a step.
     """
     follow(PDL)
     block, column = tl.program_id(1) * GROUP + tl.program_id(0) % GROUP, tl.program_id(0) // GROUP
@@ -213,32 +215,32 @@ def products_fp4(
         if (TAILS >= 1) & (stop - start <= R // 3):
             _strip_fp4(
                 x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
-                K, I, O, GATED, BO, R // 3, 0, ASM, PARTS,
+                K, I, O, GATED, BO, R // 3, 0, ASM, PARTS, UNROLL,
             )  # fmt: skip
         elif stop - start <= R // 3 * 2:
             _strip_fp4(
                 x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
-                K, I, O, GATED, BO, R // 3 * 2, 0, ASM, PARTS,
+                K, I, O, GATED, BO, R // 3 * 2, 0, ASM, PARTS, UNROLL,
             )  # fmt: skip
         else:
             _strip_fp4(
                 x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
-                K, I, O, GATED, BO, R // 3 * 2, R // 3, ASM, PARTS,
+                K, I, O, GATED, BO, R // 3 * 2, R // 3, ASM, PARTS, UNROLL,
             )  # fmt: skip
     elif (TAILS >= 2) & (stop - start <= R // 4):
         _strip_fp4(
             x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
-            K, I, O, GATED, BO, R // 4 if TAILS >= 2 else R, 0, ASM, PARTS,
+            K, I, O, GATED, BO, R // 4 if TAILS >= 2 else R, 0, ASM, PARTS, UNROLL,
         )  # fmt: skip
     elif (TAILS >= 1) & (stop - start <= R // 2):
         _strip_fp4(
             x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
-            K, I, O, GATED, BO, R // 2 if TAILS >= 1 else R, 0, ASM, PARTS,
+            K, I, O, GATED, BO, R // 2 if TAILS >= 1 else R, 0, ASM, PARTS, UNROLL,
         )  # fmt: skip
     else:
         _strip_fp4(
             x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
-            K, I, O, GATED, BO, R, 0, ASM, PARTS,
+            K, I, O, GATED, BO, R, 0, ASM, PARTS, UNROLL,
         )  # fmt: skip
 
 
