@@ -104,6 +104,8 @@ FP4 = {
         strips(64, 64, 4, 3, 128, 2, registers=168),
         strips(64, 64, 4, 3, 128, 2, registers=168, parts=4),
         strips(64, 48, 4, 3, 128, 1, registers=168),
+        strips(64, 64, 4, 3, 128, 2, registers=168, parts=1),
+        strips(64, 48, 4, 3, 128, 1, registers=168, parts=1),
         strips(64, 48, 4, 3, 128, 1, registers=128, parts=4),
         strips(64, 48, 4, 2, 128, 1, registers=128, parts=4),
         strips(64, 48, 4, 3, 64, 1, registers=128, parts=4),

@@ -5,9 +5,10 @@ Legend: M rows sorted by expert, K experts per token, O output and I input featu
 A strip is one block of rows of one expert times BO output features, summed over all inputs. Products are computed
 transposed, [O, R] = W x^T. FP4 weights are unpacked in registers, where the tensor core takes them from as its first
 operand: value j of every unit of eight forms a matrix [O, 16] of its own, and some of them, side by side, a part of a
-tile [O, 128], whose partner is x in that order (`triton._operand_rows`). Nothing of it moves to another thread. A part
-is unpacked while the tensor core works on the one before, so that a thread holds two; with too few registers for them
-the compiler makes it wait at every matrix.
+tile [O, 128], whose partner is x in that order (`triton._operand_rows`). Nothing of it moves to another thread. How
+the compiler orders all this depends on the parts: of a whole tile each matrix is unpacked while the tensor core has the
+ones before, with a wait of its own; of a tile in parts a part follows the other. With too few registers for what is on
+its way it waits until the tensor core has done with every matrix.
 
 Strips lie in groups of GROUP blocks of rows, with all columns of a group one behind the other, so that the weights and
 rows that programs of one time read are few. The last block of an expert may have few rows: it runs as a narrower strip.
@@ -43,6 +44,12 @@ def _two(w0, w1, BO: tl.constexpr):
 def _four(w0, w1, w2, w3, BO: tl.constexpr):
     x = tl.join(tl.join(w0, w1), tl.join(w2, w3))
     return tl.reshape(tl.permute(x, (0, 3, 2, 1)), (BO, 64))
+
+
+@triton.jit
+def _eight(w0, w1, w2, w3, w4, w5, w6, w7, BO: tl.constexpr):
+    x = tl.join(tl.join(tl.join(w0, w1), tl.join(w2, w3)), tl.join(tl.join(w4, w5), tl.join(w6, w7)))
+    return tl.reshape(tl.permute(x, (0, 4, 3, 2, 1)), (BO, 128))
 
 
 @triton.jit
@@ -120,7 +127,10 @@ def _strip_fp4(
         s = block_scales(s, BW, 16, True)
         w0, w1, w2, w3, w4, w5, w6, w7 = unpack(spread_columns(u, BW, 16), s, False, ASM)
         x_t, m_t = at_x + t * 128, at_more + t * 128
-        if PARTS == 2:
+        if PARTS == 1:
+            tile = _eight(w0, w1, w2, w3, w4, w5, w6, w7, BW)
+            acc, more = _add_part(acc, more, tile, x_t, m_t, real, real_more, MORE)
+        elif PARTS == 2:
             acc, more = _add_part(acc, more, _four(w0, w1, w2, w3, BW), x_t, m_t, real, real_more, MORE)
             acc, more = _add_part(acc, more, _four(w4, w5, w6, w7, BW), x_t + 64, m_t + 64, real, real_more, MORE)
         else:
@@ -201,8 +211,8 @@ def products_fp4(
 
     x FP16 [., I] and factor f32 as `_operand_rows` leaves them; words int32 [E, T, O, 16], weight_scales int16
     [E, T, O, 4]. TAILS: how often the rows of a strip may be halved for a block that has no more. R may be 3 * 2^n:
-    then a strip has R rows in two widths, two thirds of them, or (TAILS) one. PARTS: of a tile, 2 or 4. UNROLL: tiles
-    of a step.
+    then a strip has R rows in two widths, two thirds of them, or (TAILS) one. PARTS: of a tile: 1, 2 or 4. UNROLL:
+    tiles of a step.
     """
     follow(PDL)
     block, column = tl.program_id(1) * GROUP + tl.program_id(0) % GROUP, tl.program_id(0) // GROUP
