@@ -327,7 +327,7 @@ class ExpertsConfig:
 
     dense_inner: inputs a step of BF16. down: output features of a program of the second product, 0: as of the first.
     strips: FP4 by the products of `triton_products`, as BF16 always is, else by `_products_fp4`, which does better with
-    one or two warps, and whose rows may be 3 * 2^n. tails: see there. bulk: BF16 weights are read by the tensor memory
+    one or two warps, and whose rows may be 3 * 2^n, from 48 on. tails: see there. bulk: BF16 weights are read by the tensor memory
     accelerator. registers: at most so many a thread. parts: of a tile of FP4 weights in strips: 1, 2 or 4.
     unroll: such tiles a step.
     """
@@ -357,14 +357,18 @@ def default_config(fp4: bool, rows_per_expert: float) -> ExpertsConfig:
         return ExpertsConfig(128, 16, 1, 1, dense_inner=128, asm=False, strips=rows_per_expert > 4, tails=1)
     if fp4:
         if rows_per_expert <= 4:
-            return ExpertsConfig(64, 8, 2, 3)
+            return ExpertsConfig(64, 8, 4, 3, down=128, strips=True)
         if rows_per_expert <= 12:
-            return ExpertsConfig(64, 16, 1, 3)
+            return ExpertsConfig(64, 16, 4, 3, down=128, strips=True)
         if rows_per_expert <= 24:
             return ExpertsConfig(64, 32, 4, 3, down=128, strips=True, tails=1)
+        if rows_per_expert <= 40:
+            return ExpertsConfig(64, 48, 4, 3, down=128, strips=True, tails=1, registers=168)
         if rows_per_expert <= 96:
             return ExpertsConfig(64, 64, 4, 3, down=128, strips=True, tails=2)
-        return ExpertsConfig(64, 128, 4, 2, down=128, strips=True, tails=2)
+        if rows_per_expert <= 192:
+            return ExpertsConfig(64, 128, 4, 2, down=128, strips=True, tails=2)
+        return ExpertsConfig(64, 256, 8, 3, down=128, strips=True, tails=2)
     if rows_per_expert <= 12:
         rows = 8 if rows_per_expert <= 4 else 16
         return ExpertsConfig(64, rows, 4, 3, dense_inner=128, down=128, bulk=True)
