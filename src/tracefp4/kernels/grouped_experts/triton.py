@@ -326,7 +326,7 @@ class ExpertsConfig:
     """Output features and rows of a program, its warps and pipeline stages.
 
     dense_inner: inputs a step of BF16. down: output features of a program of the second product, 0: as of the first.
-    strips: FP4 by the products of `triton_products`, as BF16 always is, else by `_products_fp4`; its rows may be 3 * 2^n
+    strips: FP4 by the products of `triton_products`, as BF16 always is, else by `_products_fp4`; rows may be 3 * 2^n
     too, from 48 on. tails: see there. bulk: BF16 weights are read by the tensor memory accelerator. registers: at most
     so many a thread. parts: of a tile of FP4 weights in strips: 1, 2 or 4. unroll: such tiles a step.
     """
