@@ -75,12 +75,11 @@ def _rows(order, start, stop, K: tl.constexpr, R: tl.constexpr, GATED: tl.conste
 
 @triton.jit
 def _finish_fp4(
-    acc, factor, out, owed_e, real, source, target, o,
+    acc, owed_R, out, owed_e, real, target, o,
     O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = O // 2 if GATED else O
-    owed_R = tl.load(factor + source, mask=real, other=0.0)[None, :]
-    y = acc * owed_e * owed_R
+    y = acc * owed_e * owed_R[None, :]
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(y, (2, BO, R)), (1, 2, 0)))
         y = silu_mul(gate, up)
@@ -115,11 +114,14 @@ def _strip_fp4(
     at_w, at_s = row[:, None] * 16 + w[None, :], row[:, None] * 4 + p[None, :]
     real, source, target = _rows(order, start, stop, K, R, GATED)
     at_x = x + (source[None, :] * I + i[:, None])
+    owed_e = tl.load(epilogue + e) * UP  # before the loop: its wait is for all
+    owed_R = tl.load(factor + source, mask=real, other=0.0)
     acc = tl.zeros([BW, R], tl.float32)
     real_more, at_more, more = real, at_x, acc
     if MORE > 0:
         real_more, source_more, target_more = _rows(order, start + R, stop, K, MORE, GATED)
         at_more = x + (source_more[None, :] * I + i[:, None])
+        owed_more = tl.load(factor + source_more, mask=real_more, other=0.0)
         more = tl.zeros([BW, MORE], tl.float32)
     for t in tl.range(0, T, loop_unroll_factor=UNROLL):
         u = tl.load(words + t * (O * 16) + at_w)
@@ -138,10 +140,9 @@ def _strip_fp4(
             acc, more = _add_part(acc, more, _two(w2, w3, BW), x_t + 32, m_t + 32, real, real_more, MORE)
             acc, more = _add_part(acc, more, _two(w4, w5, BW), x_t + 64, m_t + 64, real, real_more, MORE)
             acc, more = _add_part(acc, more, _two(w6, w7, BW), x_t + 96, m_t + 96, real, real_more, MORE)
-    owed_e = tl.load(epilogue + e) * UP
-    _finish_fp4(acc, factor, out, owed_e, real, source, target, o, O, GATED, BO, R)
+    _finish_fp4(acc, owed_R, out, owed_e, real, target, o, O, GATED, BO, R)
     if MORE > 0:
-        _finish_fp4(more, factor, out, owed_e, real_more, source_more, target_more, o, O, GATED, BO, MORE)
+        _finish_fp4(more, owed_more, out, owed_e, real_more, target_more, o, O, GATED, BO, MORE)
 
 
 @triton.jit
