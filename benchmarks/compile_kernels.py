@@ -217,8 +217,11 @@ def main() -> int:
         return 2
     capability = int(number[1])
     triton.runtime.driver.set_active(NoGPU(GPUTarget("cuda", capability, 32)))
-    torch.cuda.get_device_properties = lambda _=None: SimpleNamespace(multi_processor_count=args.multiprocessors)  # type: ignore[assignment, misc]
     compiled = Compiled(SHARED_LIMIT[capability])
+    gpu = SimpleNamespace(
+        multi_processor_count=args.multiprocessors, shared_memory_per_block_optin=SHARED_LIMIT[capability]
+    )
+    torch.cuda.get_device_properties = lambda _=None: gpu  # type: ignore[assignment, misc]
     JITFunction.run = lambda self, *a, **k: compiled.run(self, *a, **k)
     print(f"Triton {triton.__version__}, {args.target}, {compiled.limit} bytes of shared memory")
     for dependent in (False, True):

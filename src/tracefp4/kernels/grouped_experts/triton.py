@@ -346,7 +346,7 @@ class ExpertsConfig:
     unroll: int = 1
 
 
-def default_config(fp4: bool, rows_per_expert: float) -> ExpertsConfig:
+def default_config(fp4: bool, rows_per_expert: float, device: torch.device) -> ExpertsConfig:
     """By the mean number of rows of an expert; under the interpreter a small one.
 
     The fastest of a few settings measured on an H200 with 128 experts at 2, 5, 16, 31, 64, 128, 256 and 512 rows
@@ -365,7 +365,8 @@ def default_config(fp4: bool, rows_per_expert: float) -> ExpertsConfig:
             return ExpertsConfig(64, 48, 4, 3, down=128, strips=True, tails=1, registers=168)
         if rows_per_expert <= 96:
             return ExpertsConfig(64, 64, 4, 3, down=128, strips=True, tails=2)
-        if rows_per_expert <= 192:
+        wide = torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 215040
+        if rows_per_expert <= 192 or not wide:
             return ExpertsConfig(64, 128, 4, 2, down=128, strips=True, tails=2)
         return ExpertsConfig(64, 256, 8, 3, down=128, strips=True, tails=2)
     if rows_per_expert <= 12:
@@ -546,7 +547,7 @@ def routed_experts(
     M = N * K
     if N == 0:
         return torch.empty((N, O) if summed else (N, K, O), dtype=torch.bfloat16, device=experts_NK.device)
-    config = config or default_config(fp4, M / E)
+    config = config or default_config(fp4, M / E, experts_NK.device)
     factor: Tensor | None = None
     if fp4 and M < TWO_PHASES:
         routing = _empty_routing(experts_NK, E, config.rows)
