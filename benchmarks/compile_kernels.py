@@ -182,6 +182,8 @@ def decoder_cases() -> Iterator[Case]:
     x = empty(N, HIDDEN)
     for y in (None, x):
         yield "norm", partial(decoder_ops.add_norm, x, y, empty(HIDDEN), 1e-6)
+    gates = empty(N, TOP, dtype=torch.float32)
+    yield "norm", partial(decoder_ops.add_norm, x, empty(N, TOP, HIDDEN), empty(HIDDEN), 1e-6, gates)
     yield "router", partial(decoder_ops.choose_experts, empty(N, EXPERTS), TOP, True)
     for D in (64, 128, 256):
         qkv, tables = empty(N, (HEADS + 2 * KV_HEADS) * D), [empty(4096, D // 2, dtype=torch.float32)] * 2
@@ -215,8 +217,11 @@ def main() -> int:
         return 2
     capability = int(number[1])
     triton.runtime.driver.set_active(NoGPU(GPUTarget("cuda", capability, 32)))
-    torch.cuda.get_device_properties = lambda _=None: SimpleNamespace(multi_processor_count=args.multiprocessors)  # type: ignore[assignment, misc]
     compiled = Compiled(SHARED_LIMIT[capability])
+    gpu = SimpleNamespace(
+        multi_processor_count=args.multiprocessors, shared_memory_per_block_optin=SHARED_LIMIT[capability]
+    )
+    torch.cuda.get_device_properties = lambda _=None: gpu  # type: ignore[assignment, misc]
     JITFunction.run = lambda self, *a, **k: compiled.run(self, *a, **k)
     print(f"Triton {triton.__version__}, {args.target}, {compiled.limit} bytes of shared memory")
     for dependent in (False, True):

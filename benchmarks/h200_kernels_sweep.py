@@ -99,10 +99,46 @@ def expert_group(N: int, kind: str, configs: list[ExpertsConfig]) -> Group:
 
 
 FP4 = {
-    4096: [strips(64, 128, 4, 2, 128, 1), strips(128, 128, 8, 3, 256, 2)],
-    499: [strips(64, 32, 4, 3, 128, 1), strips(64, 64, 4, 2, 128, 2)],
-    121: [strips(64, 16, 4, 3, 128, 0), strips(64, 16, 2, 3, 0, 0), pieces(64, 16, 2, 3), pieces(64, 8, 2, 3)],
-    31: [pieces(32, 8, 1, 3), strips(64, 8, 2, 3, 0, 0)],
+    4096: [
+        strips(64, 256, 8, 3, 128, 2, parts=4),
+        strips(64, 128, 4, 2, 128, 2),
+        strips(64, 128, 4, 3, 128, 2, parts=4),
+    ],
+    1024: [
+        strips(64, 64, 4, 3, 128, 2, registers=168, parts=4),
+        strips(64, 128, 4, 2, 128, 2),
+        strips(64, 96, 4, 2, 128, 1),
+    ],
+    499: [
+        strips(64, 48, 4, 3, 128, 1, registers=128, parts=4),
+        strips(64, 48, 4, 3, 64, 1, registers=128, parts=4),
+        strips(64, 48, 4, 4, 128, 1, registers=168),
+        strips(64, 48, 4, 3, 128, 1, registers=168, parts=1),
+        strips(64, 48, 4, 4, 128, 1, registers=168, parts=1),
+        strips(64, 48, 4, 2, 128, 1, registers=168, unroll=2),
+        strips(128, 48, 8, 3, 256, 1, registers=128, parts=4),
+        strips(64, 32, 4, 3, 128, 1, registers=128, parts=4),
+        strips(64, 64, 4, 3, 128, 2, registers=168),
+    ],
+    256: [
+        strips(64, 32, 4, 3, 128, 1, registers=128),
+        strips(64, 32, 4, 3, 128, 1, registers=128, parts=4),
+        strips(64, 48, 4, 3, 128, 1, registers=128, parts=4),
+        strips(64, 16, 4, 3, 128, 0),
+    ],
+    121: [
+        strips(32, 16, 4, 3, 64, 0),
+        strips(64, 16, 4, 4, 128, 0),
+        strips(64, 16, 4, 3, 128, 0, registers=96, parts=4),
+        strips(64, 16, 4, 4, 128, 0, registers=96, parts=4),
+        strips(64, 16, 4, 3, 64, 0),
+    ],
+    31: [
+        pieces(64, 8, 2, 3),
+        strips(64, 8, 4, 4, 128, 0),
+        strips(64, 8, 4, 4, 64, 0),
+        strips(32, 8, 2, 4, 64, 0),
+    ],
 }
 BF16 = {
     4096: [strips(64, 128, 4, 3, 128, 2, bulk=True), strips(128, 128, 8, 4, 256, 1, bulk=True)],
@@ -168,9 +204,11 @@ def groups() -> list[Group]:
     return [
         attention_group("499 x 8K", [8192] * 499, "fp4", FP4_CUTS),
         expert_group(499, "W4A4", FP4[499]),
-        expert_group(4096, "W4A4", FP4[4096]),
         expert_group(121, "W4A4", FP4[121]),
         expert_group(31, "W4A4", FP4[31]),
+        expert_group(256, "W4A4", FP4[256]),
+        expert_group(1024, "W4A4", FP4[1024]),
+        expert_group(4096, "W4A4", FP4[4096]),
         attention_group("121 x 32K", [32768] * 121, "fp4", FP4_CUTS),
         attention_group("31 x 128K", [131072] * 31, "fp4", FP4_CUTS),
         attention_group("85 x 8K", [8192] * 85, "bf16", BF16_CUTS),

@@ -38,6 +38,25 @@ def test_add_norm(N: int, I: int) -> None:
     assert torch.equal(add_norm(x, None, w, 1e-6, backend="torch")[1], rms_norm(x, w, 1e-6))
 
 
+@pytest.mark.parametrize(("N", "I", "K"), [(5, 128, 3), (3, 200, 8)])
+def test_add_norm_of_weighted_rows(N: int, I: int, K: int) -> None:
+    """The sum over the experts, rounded on its own before it is added, as if it had been stored."""
+    x, w = normal(N, I), normal(I, seed=2)
+    y, gates = normal(N, K, I, seed=1), normal(N, K, seed=3).float().softmax(-1)
+    got = add_norm(x, y, w, 1e-6, gates, backend="triton")
+    want = add_norm(x, y, w, 1e-6, gates, backend="torch")
+    one_ulp(got[0], want[0])
+    one_ulp(got[1], want[1], share=0.05)
+    total = torch.zeros(N, I, device=DEVICE)
+    for k in range(K):
+        total += y[:, k].float() * gates[:, k, None]
+    assert torch.equal(got[0], x + total.bfloat16())
+    with pytest.raises(KernelError, match="gates must be"):
+        add_norm(x, y, w, 1e-6, gates.double(), backend="triton")
+    with pytest.raises(KernelError, match="y must be"):
+        add_norm(x, y, w, 1e-6, backend="triton")
+
+
 @pytest.mark.parametrize(("H", "G", "D"), [(4, 2, 64), (3, 1, 128)])
 def test_norm_rotate(H: int, G: int, D: int) -> None:
     N, P = 5, 40

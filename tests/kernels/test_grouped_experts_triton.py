@@ -74,6 +74,18 @@ def test_strips_give_the_same_bits(case: str, outputs: int, down: int, tails: in
 
     18 rows on two of the experts, 0 on one: whole blocks, and last ones that a half or a quarter of a strip takes.
     """
+    strips_against_pieces(case, outputs, 16, down, tails, bulk)
+
+
+@pytest.mark.parametrize(("outputs", "rows", "down", "tails", "parts"), [(64, 24, 64, 1, 4), (256, 12, 128, 0, 1)])
+def test_strips_of_two_widths_and_past_the_end(outputs: int, rows: int, down: int, tails: int, parts: int) -> None:
+    """Blocks of 16 + 8 rows, 18 of which exist, and of 8 + 4 with a rest of 6; 256 outputs where there are 128."""
+    strips_against_pieces("W4A4", outputs, rows, down, tails, False, parts)
+
+
+def strips_against_pieces(
+    case: str, outputs: int, rows: int, down: int, tails: int, bulk: bool, parts: int = 2
+) -> None:
     from tracefp4.kernels.grouped_experts import triton as kernel
 
     packed, activations, scale = CASES[case]
@@ -81,7 +93,20 @@ def test_strips_give_the_same_bits(case: str, outputs: int, down: int, tails: in
     operands = [args[k] for k in ("x", "experts_NK", "gates_NK", "gate_up", "down")]
     asm = DEVICE == "cuda"
     plain = kernel.ExpertsConfig(128, 16, 4, 2, 64, asm)
-    cut = kernel.ExpertsConfig(outputs, 16, 4, 2, 64, asm, down=down, strips=True, tails=tails, bulk=bulk)
+    cut = kernel.ExpertsConfig(
+        outputs,
+        rows,
+        4,
+        2,
+        64,
+        asm,
+        down=down,
+        strips=True,
+        tails=tails,
+        bulk=bulk,
+        parts=parts,
+        unroll=max(1, parts // 2),
+    )
     want, got = (kernel.routed_experts(*operands, activations, scale, c) for c in (plain, cut))
     assert torch.equal(got, want)
 
@@ -171,7 +196,7 @@ def test_operands_are_exact() -> None:
     unit = torch.eye(128).bfloat16().to(DEVICE)
     rows, factor = kernel.operand_rows(unit)
     experts = torch.zeros(128, 1, dtype=torch.int64, device=DEVICE)
-    config = kernel.default_config(True, 128.0)
+    config = kernel.default_config(True, 128.0, experts.device)
     routing = kernel.route(experts, 1, config.rows)
     weights = on(DEVICE, {"w": packed})["w"]
     y = kernel.products(rows, factor, weights, routing, 1, False, 128, config)
@@ -191,11 +216,20 @@ def test_routing_is_the_stable_sort(N: int, E: int, K: int, rows: int) -> None:
     flat = experts.flatten()
     assert torch.equal(routing.order.cpu().long(), torch.argsort(flat, stable=True))
     counts = torch.bincount(flat, minlength=E)
-    assert torch.equal(routing.offsets.cpu().long(), torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
-    want = [(e, int(counts[:e].sum()) + i) for e in range(E) for i in range(0, int(counts[e]), rows)]
-    n = int(routing.block_count)
-    assert n == len(want) <= routing.blocks
-    assert list(zip(routing.block_expert[:n].tolist(), routing.block_start[:n].tolist(), strict=True)) == want
+    first = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).tolist()
+    want = [(e, i, min(rows, first[e + 1] - i)) for e in range(E) for i in range(first[e], first[e + 1], rows)]
+    table = [entry for entry in routing.table.tolist() if entry != -1]
+    assert [(entry >> 48, entry & 0xFFFFFFFF, entry >> 32 & 0xFFFF) for entry in table] == want
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_the_sum_may_be_left_out(backend: str) -> None:
+    args = on(DEVICE, problem(5, 4, 2, 128, 128, True))
+    want = routed_experts(**args, backend=backend, activations="nvfp4")
+    rows = routed_experts(**args, backend=backend, activations="nvfp4", summed=False)
+    assert rows.shape == (5, 2, 128)
+    total = (rows.float() * args["gates_NK"][..., None]).sum(1)
+    assert torch.equal(total.bfloat16(), want)
 
 
 def test_no_tokens() -> None:

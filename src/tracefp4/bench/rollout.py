@@ -97,9 +97,21 @@ class UniformModel(KernelModel):
         own = super()._attend
         return self._compare("attention", pool, lambda: own(i, layer, h_NH, step, pool))
 
-    def _mlp(self, i: int, layer: Layer, h_NH: Tensor, step: KernelStep, experts: list[Tensor]) -> Tensor:
+    def _mlp(
+        self, i: int, layer: Layer, h_NH: Tensor, step: KernelStep, experts: list[Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
         own = super()._mlp
-        return self._compare("experts", None, lambda: own(i, layer, h_NH, step, experts))
+        if self.compared is None:
+            return own(i, layer, h_NH, step, experts)
+        results = []
+
+        def summed() -> Tensor:
+            results.append(own(i, layer, h_NH, step, experts))
+            y, gates = results[-1]
+            return y if gates is None else (y.float() * gates[..., None]).sum(1)
+
+        self._compare("experts", None, summed)
+        return results[0]
 
     def _compare(self, part: str, pool: PagedPool | None, run: Callable[[], Tensor]) -> Tensor:
         got = run()

@@ -154,8 +154,8 @@ class KernelModel(RolloutModel):
                 residual, self._attend(i, layer, h, step, pool), layer.post_norm, eps, backend=backend
             )
             following = self._layers[i + 1].input_norm if i + 1 < s.layers else self._norm
-            y = self._mlp(i, layer, h, step, experts)
-            residual, h = add_norm(residual, y, following, eps, backend=backend)
+            y, gates = self._mlp(i, layer, h, step, experts)
+            residual, h = add_norm(residual, y, following, eps, gates, backend=backend)
         if experts:
             for recording in step.recordings:
                 recording.recorder.write_experts(recording.rows, torch.stack(experts, dim=1))
@@ -208,10 +208,13 @@ class KernelModel(RolloutModel):
                     out[rows] = _causal(q_BQHD, k_BTGD, v_BTGD, scale).flatten(0, 1)
         return out if cache.v_epilogue == 1.0 else out * cache.v_epilogue
 
-    def _mlp(self, i: int, layer: Layer, h_NH: Tensor, step: KernelStep, experts: list[Tensor]) -> Tensor:
+    def _mlp(
+        self, i: int, layer: Layer, h_NH: Tensor, step: KernelStep, experts: list[Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """(the layer's output [N, H], None), or (that of each of a row's experts [N, K, H], their gates [N, K])."""
         s = self.shape
         if layer.dense_gate_up is not None:
-            return self._dense(layer, h_NH)
+            return self._dense(layer, h_NH), None
         if s.dense_model:
             gates, chosen = h_NH.new_ones(len(h_NH), 1, dtype=torch.float32), h_NH.new_zeros(len(h_NH), 1).long()
         else:
@@ -223,13 +226,13 @@ class KernelModel(RolloutModel):
             assert isinstance(layer.down, ExpertMatrices)
             blocks = None if r.activations is None else self._quantized_input(h_NH, targets)
             matrices, real = (layer.gate_up, layer.down), step.positions >= 0
-            return emulated_experts(h_NH, blocks, chosen, gates, *matrices, r, self.compensation, real)
+            return emulated_experts(h_NH, blocks, chosen, gates, *matrices, r, self.compensation, real), None
         fused = r.activations is not None and bool(targets) and fuses_record(r.activations, targets[0].bits)
         x: Tensor | QuantizedBlocks = h_NH
         if others := targets[fused:]:  # the same slots, in other widths
             blocks = self._quantized_input(h_NH, others)
             x = h_NH if fused else blocks
-        return self._experts(layer, x, targets[0] if fused else None, gates, chosen)
+        return self._experts(layer, x, targets[0] if fused else None, gates, chosen), gates
 
     def _choose(self, i: int, layer: Layer, h_NH: Tensor) -> tuple[Tensor, Tensor]:
         """(gates f32 [N, K], experts int64 [N, K]) by the router."""
@@ -259,14 +262,17 @@ class KernelModel(RolloutModel):
         gates: Tensor,
         chosen: Tensor,
     ) -> Tensor:
-        """The experts' sum; x: their input, BF16 (quantized and recorded by the kernel that lays it out) or blocks."""
+        """Each expert's output [N, K, H].
+
+        x: their input, BF16 (quantized and recorded by the kernel that lays it out) or blocks.
+        """
         r = self.recipe
         assert isinstance(layer.gate_up, (PackedExperts, Tensor))
         assert isinstance(layer.down, (PackedExperts, Tensor))
         scale = r.site_encode_scale("expert_input") or "row"
         return routed_experts(
             x, chosen, gates, layer.gate_up, layer.down, backend=self.backend, activations=r.activations,
-            encode_scale=scale, record=record,
+            encode_scale=scale, record=record, summed=False,
         )  # fmt: skip
 
 

@@ -170,7 +170,7 @@ class NativeModel(KernelModel):
         out = self._linear(_rows(hidden, None), layer.down, routing.counts)
         y = torch.empty_like(out)
         y[routing.order] = out
-        return (y.view(*chosen.shape, -1).float() * gates[..., None]).sum(1).bfloat16()
+        return y.view(*chosen.shape, -1)
 
     def _linear(self, x: _Rows, weights: NativeExperts, counts: tuple[int, ...]) -> Tensor:
         """BF16 [M, O] of rows sorted by expert."""

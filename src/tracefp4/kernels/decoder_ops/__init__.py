@@ -20,21 +20,29 @@ from tracefp4.kernels.paged_attention.cache import PagedCache
 __all__ = ["add_norm", "choose_experts", "norm_rotate", "read_rows", "rms_norm", "rotate", "write_dense"]
 
 
-def add_norm(x_NI: Tensor, y_NI: Tensor | None, weight_I: Tensor, eps: float, *, backend: str) -> tuple[Tensor, Tensor]:
-    """(x + y, RMS norm of it times weight), both BF16 [N, I]; y None: x itself comes back with its norm.
+def add_norm(
+    x_NI: Tensor, y: Tensor | None, weight_I: Tensor, eps: float, gates_NK: Tensor | None = None, *, backend: str
+) -> tuple[Tensor, Tensor]:
+    """(x + y, RMS norm of it times weight), both BF16 [N, I].
+
+    y: [N, I]; with gates (f32 [N, K], contiguous) [N, K, I]: its sum over k weighted by them, FP32, in order of k and
+    rounded once; None: x itself comes back with its norm.
 
     Raises KernelError: operands of other shapes, or not contiguous BF16 (triton).
     """
-    for name, t in (("y", y_NI),) if y_NI is not None else ():
-        if t.shape != x_NI.shape:
-            raise KernelError(f"{name} must be {tuple(x_NI.shape)}, got {tuple(t.shape)}")
+    (N, I), K = x_NI.shape if x_NI.ndim == 2 else (0, 0), () if gates_NK is None else tuple(gates_NK.shape[1:])
+    if y is not None and tuple(y.shape) != (N, *K, I):
+        raise KernelError(f"y must be {(N, *K, I)}, got {tuple(y.shape)}")
+    if gates_NK is not None and (y is None or len(K) != 1 or gates_NK.shape[0] != N or gates_NK.dtype != torch.float32):
+        raise KernelError(f"gates must be f32 [{N}, K] for a y, got {gates_NK.dtype} {tuple(gates_NK.shape)}")
     if x_NI.ndim != 2 or tuple(weight_I.shape) != (x_NI.shape[1],):
         raise KernelError(f"x must be [N, I] and its weight [I], got {tuple(x_NI.shape)} and {tuple(weight_I.shape)}")
     kernel = kernel_module(backend, "decoder_ops", x_NI, weight_I)
     if kernel is None:
-        return ref.add_norm(x_NI, y_NI, weight_I, eps)
-    _bf16(x=x_NI, weight=weight_I, **({} if y_NI is None else {"y": y_NI}))
-    out: tuple[Tensor, Tensor] = kernel.add_norm(x_NI, y_NI, weight_I, eps)
+        return ref.add_norm(x_NI, y, weight_I, eps, gates_NK)
+    _bf16(x=x_NI, weight=weight_I, **({} if y is None else {"y": y}))
+    gates = None if gates_NK is None else gates_NK.contiguous()
+    out: tuple[Tensor, Tensor] = kernel.add_norm(x_NI, y, weight_I, eps, gates)
     return out
 
 

@@ -27,8 +27,13 @@ def rotate(x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor) -> Tensor:
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(x_NHD.dtype)
 
 
-def add_norm(x_NI: Tensor, y_NI: Tensor | None, weight_I: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    total = x_NI if y_NI is None else x_NI + y_NI
+def add_norm(
+    x_NI: Tensor, y: Tensor | None, weight_I: Tensor, eps: float, gates_NK: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    if gates_NK is not None:
+        assert y is not None
+        y = (y.float() * gates_NK[..., None]).sum(1).to(y.dtype)
+    total = x_NI if y is None else x_NI + y
     return total, rms_norm(total, weight_I, eps)
 
 

@@ -20,15 +20,25 @@ def _inverse_rms(total, I: tl.constexpr, eps):
 
 @triton.jit
 def _add_norm(
-    x, y, weight, total_out, out, eps, I: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr
-):
+    x, y, gates, weight, total_out, out, eps, I: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, K: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """K: y has so many rows for each of x, which are weighted by gates, added in order and rounded first; or 0."""
     follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     real = i < I
     v = from_bf16(tl.load(x + row * I + i, mask=real, other=0.0))
     if ADD:
-        rounded = to_bf16(v + from_bf16(tl.load(y + row * I + i, mask=real, other=0.0)))
+        if K > 0:
+            added = tl.zeros([BLOCK], tl.float32)
+            for k in tl.static_range(K):
+                part = from_bf16(tl.load(y + (row * K + k) * I + i, mask=real, other=0.0))
+                added += part * tl.load(gates + row * K + k)
+            added = from_bf16(to_bf16(added))
+        else:
+            added = from_bf16(tl.load(y + row * I + i, mask=real, other=0.0))
+        rounded = to_bf16(v + added)
         tl.store(total_out + row * I + i, rounded, mask=real)
         v = from_bf16(rounded)
     inverse = _inverse_rms(tl.sum(v * v, axis=0, keep_dims=True), I, eps)
@@ -126,15 +136,17 @@ def _read_rows(
     tl.store(v_out + out, to_bf16(decode_e2m1(_half_word_code(v_half, d % 4)) * decode_e4m3(v_byte)))
 
 
-def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_norm(
+    x: Tensor, y: Tensor | None, weight: Tensor, eps: float, gates: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     N, I = x.shape
     out = torch.empty_like(x)
     total = x if y is None else torch.empty_like(x)
     block = triton.next_power_of_2(I)
     if N:
         _add_norm[(N,)](
-            x, x if y is None else y, weight, total, out, eps, I=I, BLOCK=block, ADD=y is not None,
-            num_warps=min(8, max(1, block // 512)), **IEEE, **following(),
+            x, x if y is None else y, gates, weight, total, out, eps, I=I, BLOCK=block, ADD=y is not None,
+            K=0 if gates is None else gates.shape[1], num_warps=min(8, max(1, block // 512)), **IEEE, **following(),
         )  # fmt: skip
     return total, out
 

@@ -29,6 +29,7 @@ def routed_experts(
     activations: str | None = None,
     encode_scale: EncodeScale = "row",
     record: RecordTarget | None = None,
+    summed: bool = True,
 ) -> Tensor:
     """A mixture's MLP for N tokens of I features: sum over k of gate * down(silu(gate) * up), BF16 [N, I].
 
@@ -44,6 +45,7 @@ def routed_experts(
         activations: format that x (unless it is quantized already) and the hidden activations are rounded to; None
             leaves them BF16; "nvfp4" or "nvfp4-exact" on the triton backend, packed weights only.
         encode_scale: S of activations that are quantized here: "row", "row-pow2", a number or a 0-d tensor.
+        summed: False leaves the weighted sum out, and gates unused: BF16 [N, K, I], each expert's output.
         record: where the guidance of x goes, which is BF16 and quantized here; as `quantize_record` would record it.
 
     Raises:
@@ -62,13 +64,13 @@ def routed_experts(
             assert activations is not None
             assert isinstance(x, Tensor)
             x = quantize_ref.quantize_record(x, activations, encode_scale, record)
-        return _reference(x, experts_NK, gates_NK, gate_up, down, activations, encode_scale)
+        return _reference(x, experts_NK, gates_NK, gate_up, down, activations, encode_scale, summed)
     if isinstance(encode_scale, str) and encode_scale not in ("row", "row-pow2"):
         raise KernelError(f'the triton backend takes "row", "row-pow2" or a static scale, got {encode_scale!r}')
     if activations not in (None, "nvfp4", "nvfp4-exact"):
         raise KernelError(f"the triton backend quantizes activations to NVFP4, not to {activations!r}")
     out: Tensor = kernel.routed_experts(
-        x, experts_NK, gates_NK, gate_up, down, activations, encode_scale, record=record
+        x, experts_NK, gates_NK, gate_up, down, activations, encode_scale, record=record, summed=summed
     )
     return out
 

@@ -107,6 +107,7 @@ def routed_experts(
     down: PackedExperts | Tensor,
     activations: str | None,
     encode_scale: EncodeScale,
+    summed: bool = True,
 ) -> Tensor:
     """See `tracefp4.kernels.grouped_experts.routed_experts`; asks the host for the rows of each expert."""
     N, K = experts_NK.shape
@@ -123,4 +124,5 @@ def routed_experts(
     out = grouped_linear(rows, factor, second, routing.counts).bfloat16()
     y = torch.empty_like(out)
     y[routing.order] = out
-    return (y.view(N, K, -1).float() * gates_NK[..., None]).sum(1).bfloat16()
+    y = y.view(N, K, -1)
+    return (y.float() * gates_NK[..., None]).sum(1).bfloat16() if summed else y

@@ -23,7 +23,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tracefp4.formats import QuantizedBlocks, get_format
 from tracefp4.kernels.grouped_experts.packed import PackedExperts
-from tracefp4.kernels.grouped_experts.triton_products import GROUP, UP, products_dense, products_fp4, silu_mul
+from tracefp4.kernels.grouped_experts.triton_products import (
+    GROUP,
+    UP,
+    products_dense,
+    products_fp4,
+    silu_mul,
+    table_entry,
+)
 from tracefp4.kernels.quantize_record.ref import RecordTarget, planes
 from tracefp4.kernels.quantize_record.triton import store_record
 from tracefp4.kernels.triton_layout import require_pairs
@@ -51,39 +58,55 @@ TWO_PHASES = 4096
 """Choices from which on they are counted chunk by chunk, and not by the program of every expert."""
 
 
-@triton.jit(do_not_specialize=["M"])
-def _route(
-    experts, order, offsets, block_expert, block_start, block_count, M,
-    E: tl.constexpr, EP: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Program e lists the rows of expert e in order of (token, choice), and its blocks of R rows.
+@triton.jit
+def _nobodys(table, first, stop):
+    """Marks these entries as no block's."""
+    i = tl.arange(0, 128)
+    for at in tl.range(first, stop, 128):
+        tl.store(table + at + i, -1, mask=at + i < stop)
 
-    Every program counts all choices for itself, so none waits for another.
+
+@triton.jit
+def _first_entry(e, start, R: tl.constexpr):
+    """Where the blocks of expert e begin in the table, if its rows begin at `start`.
+
+    At most min(e, start) experts before it have rows, and each of them at most one block that is not full. So nobody
+    need know how many blocks those have; some entries stay empty.
     """
-    follow(PDL)
-    e = tl.program_id(0)
-    i, bins = tl.arange(0, CHUNK), tl.arange(0, EP)
-    counts = tl.zeros([EP], tl.int32)
-    for first in tl.range(0, M, CHUNK):
-        chosen = tl.load(experts + first + i, mask=first + i < M, other=0).to(tl.int32)
-        counts += tl.histogram(chosen, EP, mask=first + i < M)
-    start = tl.sum(tl.where(bins < e, counts, 0), axis=0)
-    count = tl.sum(tl.where(bins == e, counts, 0), axis=0)
-    tl.store(offsets + e, start)
-    first_block = tl.sum(tl.where(bins < e, (counts + R - 1) // R, 0), axis=0)
-    blocks = (count + R - 1) // R
-    if e == E - 1:
-        tl.store(offsets + E, start + count)
-        tl.store(block_count, first_block + blocks)
+    return tl.minimum(e, start) + start // R
+
+
+@triton.jit
+def _entry(e, start, stop, R: tl.constexpr):
+    """A block of at most R rows from `start` on, where the expert's end at `stop`: see `DeviceRouting`."""
+    rows = tl.minimum(stop - start, R)
+    return start.to(tl.int64) | (rows.to(tl.int64) << 32) | (e.to(tl.int64) << 48)
+
+
+@triton.jit
+def _route_expert(experts, order, table, e, M, limit, E: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr):
+    """Lists the rows of expert e in order of (token, choice), and its blocks of R rows; M at most CHUNK.
+
+    It looks at all choices for itself, so no program waits for another.
+    """
+    i = tl.arange(0, CHUNK)
+    chosen = tl.load(experts + i, mask=i < M, other=E).to(tl.int32)
+    start = tl.sum((chosen < e).to(tl.int32), axis=0)
+    mine = (chosen == e).to(tl.int32)
+    stop = start + tl.sum(mine, axis=0)
+    tl.store(order + start + tl.cumsum(mine, axis=0) - 1, i, mask=mine != 0)
+    first = _first_entry(e, start, R)
+    blocks = (stop - start + R - 1) // R
     for n in tl.range(0, blocks):
-        tl.store(block_expert + first_block + n, e)
-        tl.store(block_start + first_block + n, start + n * R)
-    at = start
-    for first in tl.range(0, M, CHUNK):
-        chosen = tl.load(experts + first + i, mask=first + i < M, other=-1).to(tl.int32)
-        mine = (chosen == e).to(tl.int32)
-        tl.store(order + at + tl.cumsum(mine, axis=0) - 1, first + i, mask=mine != 0)
-        at += tl.sum(mine, axis=0)
+        tl.store(table + first + n, _entry(e, start + n * R, stop, R))
+    _nobodys(table, first + blocks, limit if e == E - 1 else _first_entry(e + 1, stop, R))
+
+
+@triton.jit(do_not_specialize=["M", "limit"])
+def _route(experts, order, table, M, limit, E: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    """Program e: `_route_expert`."""
+    follow(PDL)
+    _route_expert(experts, order, table, tl.program_id(0), M, limit, E, R, CHUNK)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -100,9 +123,9 @@ def _route_counts(experts, counts, M, CHUNK, EP: tl.constexpr, STEP: tl.constexp
     tl.store(counts + c * EP + bins, found)
 
 
-@triton.jit(do_not_specialize=["M", "C"])
+@triton.jit(do_not_specialize=["M", "C", "limit"])
 def _route_ranks(
-    experts, counts, order, offsets, block_expert, block_start, block_count, M, C, CHUNK,
+    experts, counts, order, table, M, C, CHUNK, limit,
     E: tl.constexpr, EP: tl.constexpr, R: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Places the choices of program c, in their order, behind those of its predecessors; every C-th block of rows.
@@ -121,14 +144,11 @@ def _route_ranks(
         before += tl.sum(tl.where((there < c)[:, None], n, 0), axis=0)
     start = tl.cumsum(total, axis=0) - total
     blocks = (total + R - 1) // R
-    first_block = tl.cumsum(blocks, axis=0) - blocks
+    first = tl.cumsum(blocks, axis=0) - blocks
     if c == 0:
-        tl.store(offsets + bins, start, mask=bins < E)
-        tl.store(offsets + E, M)
-        tl.store(block_count, tl.sum(blocks, axis=0))
+        _nobodys(table, tl.sum(blocks, axis=0), limit)
     for n in tl.range(c, tl.max(blocks, axis=0), C):
-        tl.store(block_expert + first_block + n, bins, mask=n < blocks)
-        tl.store(block_start + first_block + n, start + n * R, mask=n < blocks)
+        tl.store(table + first + n, _entry(bins, start + n * R, start + total, R), mask=n < blocks)
     at = start + before
     stop = tl.minimum((c + 1) * CHUNK, M)
     for first in tl.range(c * CHUNK, stop, STEP):
@@ -149,9 +169,10 @@ def _in_order(y, NB: tl.constexpr):
     return tl.reshape(tl.permute(y, (0, 2, 5, 3, 1, 4)), (NB * 16,))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "limit"])
 def _operand_rows(
     x, codes_in, scales_in, s_in, out, factor_out, payload, record_scale, slots, x_stride,
+    experts, order, table, M, limit, E: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
     I: tl.constexpr, NB: tl.constexpr, CODES: tl.constexpr, QUANTIZE: tl.constexpr, S_STRIDE: tl.constexpr,
     STATIC: tl.constexpr, POW2: tl.constexpr, EXACT: tl.constexpr, ENCODE_MAX: tl.constexpr,
     RECORD: tl.constexpr, RECORD_SCALE: tl.constexpr, RECORD_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr,
@@ -160,10 +181,14 @@ def _operand_rows(
     """One row as FP16 [I] in the order of the products, and the f32 factor that its sums are owed.
 
     CODES: of quantized codes, scales and S; QUANTIZE: quantizes x first, and records what it chose if RECORD; neither:
-    x as it is.
+    x as it is. The first E programs do what `_route` does instead, beside the others.
     """
     follow(PDL)
-    row = tl.program_id(0).to(tl.int64)
+    if E > 0:
+        if tl.program_id(0) < E:
+            _route_expert(experts, order, table, tl.program_id(0), M, limit, E, R, CHUNK)
+            return
+    row = tl.program_id(0).to(tl.int64) - E
     b = tl.arange(0, NB)
     i = b[:, None] * 16 + tl.arange(0, 16)[None, :]
     one = tl.arange(0, 1)
@@ -220,19 +245,16 @@ def _add_tile(acc, words, scale_pairs, x0, x1, x2, x3, x4, x5, x6, x7, BO: tl.co
 
 
 @triton.jit
-def _block_of_rows(order, offsets, block_expert, block_start, R: tl.constexpr, BY_ORDER: tl.constexpr):
-    """(expert, rows [R], which are real, place of each in the (token, choice) order)."""
-    block = tl.program_id(0)
-    e = tl.load(block_expert + block)
-    m = tl.load(block_start + block) + tl.arange(0, R)
-    real = m < tl.load(offsets + e + 1)
-    position = tl.load(order + m, mask=real, other=0)
-    return e.to(tl.int64), m, real, position
+def _block_of_rows(order, start, stop, R: tl.constexpr):
+    """(rows [R], which are real, place of each in the (token, choice) order)."""
+    m = start + tl.arange(0, R)
+    real = m < stop
+    return m, real, tl.load(order + m, mask=real, other=0)
 
 
 @triton.jit
 def _products_fp4(
-    x, factor, words, weight_scales, epilogue, out, order, offsets, block_expert, block_start, block_count,
+    x, factor, words, weight_scales, epilogue, out, order, table,
     K: tl.constexpr, I: tl.constexpr, O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -241,11 +263,12 @@ def _products_fp4(
     words int32 [E, T, O, 16], weight_scales int16 [E, T, O, 4].
     """
     follow(PDL)
-    if tl.program_id(0) >= tl.load(block_count):
+    e, start, stop = table_entry(table, tl.program_id(0))
+    if e < 0:
         return
     T: tl.constexpr = I // 128
     WIDTH: tl.constexpr = O // 2 if GATED else O
-    e, m, real, position = _block_of_rows(order, offsets, block_expert, block_start, R, not GATED)
+    m, real, position = _block_of_rows(order, start, stop, R)
     source = (position // K if GATED else m).to(tl.int64)
     o = tl.program_id(1) * BO + tl.arange(0, BO)
     some = tl.minimum(o, WIDTH - 1)  # rows past the end repeat the last and are not stored
@@ -303,8 +326,9 @@ class ExpertsConfig:
     """Output features and rows of a program, its warps and pipeline stages.
 
     dense_inner: inputs a step of BF16. down: output features of a program of the second product, 0: as of the first.
-    strips: FP4 by the products of `triton_products`, as BF16 always is, else by `_products_fp4`, which does better with
-    one or two warps. tails: see there. bulk: BF16 weights are read by the tensor memory accelerator.
+    strips: FP4 by the products of `triton_products`, as BF16 always is, else by `_products_fp4`; rows may be 3 * 2^n
+    too, from 48 on. tails: see there. bulk: BF16 weights are read by the tensor memory accelerator. registers: at most
+    so many a thread. parts: of a tile of FP4 weights in strips: 1, 2 or 4. unroll: such tiles a step.
     """
 
     outputs: int
@@ -317,9 +341,12 @@ class ExpertsConfig:
     strips: bool = False
     tails: int = 0
     bulk: bool = False
+    registers: int | None = None
+    parts: int = 2
+    unroll: int = 1
 
 
-def default_config(fp4: bool, rows_per_expert: float) -> ExpertsConfig:
+def default_config(fp4: bool, rows_per_expert: float, device: torch.device) -> ExpertsConfig:
     """By the mean number of rows of an expert; under the interpreter a small one.
 
     The fastest of a few settings measured on an H200 with 128 experts at 2, 5, 16, 31, 64, 128, 256 and 512 rows
@@ -329,14 +356,19 @@ def default_config(fp4: bool, rows_per_expert: float) -> ExpertsConfig:
         return ExpertsConfig(128, 16, 1, 1, dense_inner=128, asm=False, strips=rows_per_expert > 4, tails=1)
     if fp4:
         if rows_per_expert <= 4:
-            return ExpertsConfig(64, 8, 2, 3)
+            return ExpertsConfig(64, 8, 4, 3, down=128, strips=True)
         if rows_per_expert <= 12:
-            return ExpertsConfig(64, 16, 1, 3)
+            return ExpertsConfig(64, 16, 4, 3, down=128, strips=True)
         if rows_per_expert <= 24:
             return ExpertsConfig(64, 32, 4, 3, down=128, strips=True, tails=1)
+        if rows_per_expert <= 40:
+            return ExpertsConfig(64, 48, 4, 3, down=128, strips=True, tails=1, registers=168)
         if rows_per_expert <= 96:
             return ExpertsConfig(64, 64, 4, 3, down=128, strips=True, tails=2)
-        return ExpertsConfig(64, 128, 4, 2, down=128, strips=True, tails=2)
+        wide = torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 215040
+        if rows_per_expert <= 192 or not wide:
+            return ExpertsConfig(64, 128, 4, 2, down=128, strips=True, tails=2)
+        return ExpertsConfig(64, 256, 8, 3, down=128, strips=True, tails=2)
     if rows_per_expert <= 12:
         rows = 8 if rows_per_expert <= 4 else 16
         return ExpertsConfig(64, rows, 4, 3, dense_inner=128, down=128, bulk=True)
@@ -347,41 +379,67 @@ def default_config(fp4: bool, rows_per_expert: float) -> ExpertsConfig:
 
 @dataclass(frozen=True)
 class DeviceRouting:
-    """What `_route` finds, all int32 on the device: see there. blocks: an upper bound of their number."""
+    """What `_route` finds, on the device.
+
+    order int32 [M]: place in the (token, choice) order of each sorted row. table int64 [blocks]: of each block its
+    first row (bits 0 to 31), its rows (32 to 47) and its expert (48 to 62), in order; a word, so that a program waits
+    once for what it is to do. `blocks` is an upper bound: entries that are no block's are -1.
+    """
 
     order: Tensor
-    offsets: Tensor
-    block_expert: Tensor
-    block_start: Tensor
-    block_count: Tensor
-    blocks: int
+    table: Tensor
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.order, self.offsets, self.block_expert, self.block_start, self.block_count
+    def blocks(self) -> int:
+        return self.table.shape[0]
+
+
+@dataclass(frozen=True)
+class _OnePhase:
+    """A routing that is still to be found, by the kernel of the operand rows beside its own work."""
+
+    experts: Tensor
+    routing: DeviceRouting
+    num_experts: int
+    rows: int
+
+    @property
+    def chunk(self) -> int:
+        return max(128, triton.next_power_of_2(self.experts.numel()))
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"E": self.num_experts, "R": self.rows, "CHUNK": self.chunk}
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
+        return self.experts, self.routing.order, self.routing.table, self.experts.numel(), self.routing.blocks
+
+
+def _empty_routing(experts_NK: Tensor, num_experts: int, rows: int) -> DeviceRouting:
+    M = experts_NK.numel()
+    order = torch.empty(M, dtype=torch.int32, device=experts_NK.device)
+    blocks = max(1, min(num_experts, M) + M // rows)
+    return DeviceRouting(order, torch.empty(blocks, dtype=torch.int64, device=experts_NK.device))
 
 
 def route(experts_NK: Tensor, num_experts: int, rows: int) -> DeviceRouting:
     """Sorted order and blocks of `rows` rows for a choice of experts int64 [N, K]."""
     M = experts_NK.numel()
-    blocks = max(1, min(num_experts, M) + M // rows)
-    sizes = (M, num_experts + 1, blocks, blocks, 1)
-    order, offsets, *table = (torch.empty(n, dtype=torch.int32, device=experts_NK.device) for n in sizes)
-    routing = DeviceRouting(order, offsets, table[0], table[1], table[2], blocks)
-    bins = triton.next_power_of_2(num_experts)
+    routing = _empty_routing(experts_NK, num_experts, rows)
+    order, table, blocks = routing.order, routing.table, routing.blocks
     if M < TWO_PHASES:
-        chunk = min(4096, max(128, triton.next_power_of_2(M)))
-        _route[(num_experts,)](
-            experts_NK, *routing.tensors, M, E=num_experts, EP=bins, R=rows, CHUNK=chunk,
-            num_warps=max(4, chunk // 256), **following(),
-        )  # fmt: skip
+        found = _OnePhase(experts_NK, routing, num_experts, rows)
+        warps = max(4, found.chunk // 256)
+        _route[(num_experts,)](*found.operands, **found.constants, num_warps=warps, **following())
         return routing
+    bins = triton.next_power_of_2(num_experts)
     chunk = max(256, triton.next_power_of_2(triton.cdiv(M, 256)))
     C = triton.cdiv(M, chunk)
     counts = torch.empty(C, bins, dtype=torch.int32, device=experts_NK.device)
     _route_counts[(C,)](experts_NK, counts, M, chunk, EP=bins, STEP=256, num_warps=4, **following())
     _route_ranks[(C,)](
-        experts_NK, counts, *routing.tensors, M, C, chunk, E=num_experts, EP=bins, R=rows,
+        experts_NK, counts, order, table, M, C, chunk, blocks, E=num_experts, EP=bins, R=rows,
         STEP=max(16, min(64, 8192 // bins)), CHUNKS=max(1, min(32, 4096 // bins)), num_warps=4, **following(),
     )  # fmt: skip
     return routing
@@ -392,9 +450,10 @@ def operand_rows(
     format: str | None = None,
     encode_scale: str | float | Tensor = "row",
     record: RecordTarget | None = None,
+    beside: _OnePhase | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(FP16 [N, I] in the products' order, f32 [N] factors) of BF16 rows, quantized (and recorded) first if a format is
-    given, or of rows that are quantized already."""
+    given, or of rows that are quantized already. beside: a routing that the same launch finds."""
     codes = x if isinstance(x, QuantizedBlocks) else None
     values = x if isinstance(x, Tensor) else None
     N, I = x.shape
@@ -411,11 +470,16 @@ def operand_rows(
     blocks = max(8, triton.next_power_of_2(I // 16))
     code_planes, scale_planes = (0, 0) if record is None else planes(format or "", record.bits)
     record_scale = None if record is None else record.encode_scale
+    warps = min(8, max(1, blocks // (64 if N >= 1024 else 32)))
+    if beside is not None:
+        warps = max(warps, min(8, beside.chunk // 256))
     if N:
-        _operand_rows[(N,)](
+        _operand_rows[(N + (0 if beside is None else beside.num_experts),)](
             values, None if codes is None else codes.codes.view(torch.int32), None if codes is None else codes.scales,
             s, out, factor, record and record.payload, record_scale, record and record.slots,
             0 if values is None else values.stride(0),
+            *((None, None, None, 0, 0) if beside is None else beside.operands),
+            **({"E": 0, "R": 1, "CHUNK": 1} if beside is None else beside.constants),
             I=I, NB=blocks, CODES=codes is not None, QUANTIZE=codes is None and format is not None,
             S_STRIDE=1 if s is not None and s.ndim else 0, STATIC=codes is None and s is not None,
             POW2=isinstance(encode_scale, str) and encode_scale == "row-pow2", EXACT=format == "nvfp4-exact",
@@ -424,7 +488,7 @@ def operand_rows(
             RECORD_STRIDE=0 if record is None else record.payload.stride(0),
             SCALE_STRIDE=0 if record_scale is None else record_scale.stride(0),
             CODE_PLANES=code_planes, SCALE_PLANES=scale_planes,
-            num_warps=min(8, max(1, blocks // (64 if N >= 1024 else 32))), **IEEE, **following(),
+            num_warps=warps, **IEEE, **following(),
         )  # fmt: skip
     return out, factor
 
@@ -440,25 +504,24 @@ def products(
     out = torch.empty(out_rows, width, dtype=torch.bfloat16, device=rows.device)
     common = {"K": K, "I": I, "O": O, "GATED": gated, "BO": outputs, "R": config.rows}
     launch = {"num_warps": config.num_warps, "num_stages": config.num_stages, **following()}
+    if config.registers is not None:
+        launch["maxnreg"] = config.registers
     columns = triton.cdiv(width, outputs)
-    group = min(GROUP, routing.blocks)
-    grid = (triton.cdiv(routing.blocks, group) * group * columns,)
+    grid = (GROUP.value * columns, triton.cdiv(routing.blocks, GROUP.value))
+    blocks = routing.order, routing.table, routing.blocks
     if isinstance(weights, Tensor):
         BI = min(config.dense_inner, triton.next_power_of_2(I))
         bulk = config.bulk and I * weights.element_size() % 16 == 0
         source = TensorDescriptor.from_tensor(weights.flatten(0, 1), [outputs, BI]) if bulk else weights
-        products_dense[grid](
-            rows, source, out, *routing.tensors, group, BI=BI, BULK=bulk, TAILS=config.tails, **common, **launch
-        )
+        products_dense[grid](rows, source, out, *blocks, BI=BI, BULK=bulk, TAILS=config.tails, **common, **launch)
         return out
     operands = (rows, factor, weights.words, weights.scales.view(torch.int16), weights.epilogue, out)
     if config.strips:
-        kernel = products_fp4[grid](
-            *operands, *routing.tensors, group, ASM=config.asm, TAILS=config.tails, **common, **launch
-        )
+        parts = {"TAILS": config.tails, "PARTS": config.parts, "UNROLL": config.unroll}
+        kernel = products_fp4[grid](*operands, *blocks, ASM=config.asm, **parts, **common, **launch)
     else:
         kernel = _products_fp4[(routing.blocks, columns)](
-            *operands, *routing.tensors, ASM=config.asm, **common, **launch
+            *operands, routing.order, routing.table, ASM=config.asm, **common, **launch
         )
     require_pairs(kernel)
     return out
@@ -474,6 +537,7 @@ def routed_experts(
     encode_scale: str | float | Tensor,
     config: ExpertsConfig | None = None,
     record: RecordTarget | None = None,
+    summed: bool = True,
 ) -> Tensor:
     """See `tracefp4.kernels.grouped_experts.routed_experts`; operands are checked there."""
     N, K = experts_NK.shape
@@ -481,21 +545,28 @@ def routed_experts(
     E = gate_up.experts if isinstance(gate_up, PackedExperts) else gate_up.shape[0]
     O = down.outputs if isinstance(down, PackedExperts) else down.shape[1]
     M = N * K
-    out = torch.empty(N, O, dtype=torch.bfloat16, device=experts_NK.device)
     if N == 0:
-        return out
-    config = config or default_config(fp4, M / E)
-    routing = route(experts_NK, E, config.rows)
+        return torch.empty((N, O) if summed else (N, K, O), dtype=torch.bfloat16, device=experts_NK.device)
+    config = config or default_config(fp4, M / E, experts_NK.device)
     factor: Tensor | None = None
-    if fp4:
+    if fp4 and M < TWO_PHASES:
+        routing = _empty_routing(experts_NK, E, config.rows)
+        rows, factor = operand_rows(x, format, encode_scale, record, _OnePhase(experts_NK, routing, E, config.rows))
+    elif fp4:
+        routing = route(experts_NK, E, config.rows)
         rows, factor = operand_rows(x, format, encode_scale, record)
     else:
         assert isinstance(x, Tensor)
-        rows = x
+        routing, rows = route(experts_NK, E, config.rows), x
     hidden = products(rows, factor, gate_up, routing, K, True, M, config)
     if fp4:
         hidden, factor = operand_rows(hidden, format, encode_scale)
     y = products(hidden, factor, down, routing, K, False, M, config)
+    if not summed:
+        return y.view(N, K, O)
+    out = torch.empty(N, O, dtype=torch.bfloat16, device=experts_NK.device)
     block = min(1024, triton.next_power_of_2(O))
-    _weighted_sum[(N, triton.cdiv(O, block))](y, gates_NK, out, K=K, O=O, BLOCK=block, num_warps=4, **following())
+    _weighted_sum[(N, triton.cdiv(O, block))](
+        y, gates_NK, out, K=K, O=O, BLOCK=block, num_warps=4, **IEEE, **following()
+    )
     return out

@@ -4,9 +4,11 @@ Legend: M rows sorted by expert, K experts per token, O output and I input featu
 
 A strip is one block of rows of one expert times BO output features, summed over all inputs. Products are computed
 transposed, [O, R] = W x^T. FP4 weights are unpacked in registers, where the tensor core takes them from as its first
-operand: value j of every unit of eight forms a matrix [O, 16] of its own, and the eight of them, side by side, the
-[O, 128] of a tile, whose partner is x in that order (`triton._operand_rows`). Nothing of it moves to another thread,
-and the tensor core works on one matrix while the next is unpacked.
+operand: value j of every unit of eight forms a matrix [O, 16] of its own, and some of them, side by side, a part of a
+tile [O, 128], whose partner is x in that order (`triton._operand_rows`). Nothing of it moves to another thread. How
+the compiler orders all this depends on the parts: of a whole tile each matrix is unpacked while the tensor core has the
+ones before, with a wait of its own; of a tile in parts a part follows the other. With too few registers for what is on
+its way it waits until the tensor core has done with every matrix.
 
 Strips lie in groups of GROUP blocks of rows, with all columns of a group one behind the other, so that the weights and
 rows that programs of one time read are few. The last block of an expert may have few rows: it runs as a narrower strip.
@@ -20,7 +22,7 @@ import triton.language as tl
 from tracefp4.kernels.triton_math import dot, follow, from_bf16, to_bf16
 from tracefp4.kernels.triton_unpack import block_scales, spread_columns, unpack
 
-GROUP = 8
+GROUP = tl.constexpr(8)
 UP = tl.constexpr(2.0**14)
 """What undoes the factor of an FP16 operand."""
 
@@ -33,12 +35,30 @@ def silu_mul(gate, up):
 
 
 @triton.jit
-def _tile(words, scale_pairs, BO: tl.constexpr, ASM: tl.constexpr):
-    """words int32 [BO, 16], scale pairs int16 [BO, 4] -> FP16 [BO, 128], value j of unit u in column 16 j + u."""
-    s = block_scales(scale_pairs, BO, 16, True)
-    w0, w1, w2, w3, w4, w5, w6, w7 = unpack(spread_columns(words, BO, 16), s, False, ASM)
+def _two(w0, w1, BO: tl.constexpr):
+    """Matrices [BO, 16] side by side."""
+    return tl.reshape(tl.permute(tl.join(w0, w1), (0, 2, 1)), (BO, 32))
+
+
+@triton.jit
+def _four(w0, w1, w2, w3, BO: tl.constexpr):
+    x = tl.join(tl.join(w0, w1), tl.join(w2, w3))
+    return tl.reshape(tl.permute(x, (0, 3, 2, 1)), (BO, 64))
+
+
+@triton.jit
+def _eight(w0, w1, w2, w3, w4, w5, w6, w7, BO: tl.constexpr):
     x = tl.join(tl.join(tl.join(w0, w1), tl.join(w2, w3)), tl.join(tl.join(w4, w5), tl.join(w6, w7)))
     return tl.reshape(tl.permute(x, (0, 4, 3, 2, 1)), (BO, 128))
+
+
+@triton.jit
+def _add_part(acc, more, part, at_x, at_more, real, real_more, MORE: tl.constexpr):
+    """Both sums with the product of a part of a tile and the rows at its inputs."""
+    acc = dot(part, tl.load(at_x, mask=real[None, :], other=0.0), acc)
+    if MORE > 0:
+        more = dot(part, tl.load(at_more, mask=real_more[None, :], other=0.0), more)
+    return acc, more
 
 
 @triton.jit
@@ -54,42 +74,75 @@ def _rows(order, start, stop, K: tl.constexpr, R: tl.constexpr, GATED: tl.conste
 
 
 @triton.jit
+def _finish_fp4(
+    acc, owed_R, out, owed_e, real, target, o,
+    O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    WIDTH: tl.constexpr = O // 2 if GATED else O
+    y = acc * owed_e * owed_R[None, :]
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(y, (2, BO, R)), (1, 2, 0)))
+        y = silu_mul(gate, up)
+    wanted = real[None, :]
+    if WIDTH % BO != 0:
+        wanted = wanted & (o < WIDTH)[:, None]
+    tl.store(out + target[None, :] * WIDTH + o[:, None], to_bf16(y), mask=wanted)
+
+
+@triton.jit
 def _strip_fp4(
     x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
     K: tl.constexpr, I: tl.constexpr, O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
-    ASM: tl.constexpr,
+    MORE: tl.constexpr, ASM: tl.constexpr, PARTS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
+    """R rows, and MORE behind them, which share what is unpacked; MORE 0: none.
+
+    GATED: BO rows of gate above BO of up are one operand; a thread holds the sums of both.
+    """
     T: tl.constexpr = I // 128
     WIDTH: tl.constexpr = O // 2 if GATED else O
-    real, source, target = _rows(order, start, stop, K, R, GATED)
+    BW: tl.constexpr = 2 * BO if GATED else BO
     o = column * BO + tl.arange(0, BO)
-    some = o
+    row = column * BO + tl.arange(0, BW) % BO
     if WIDTH % BO != 0:
-        some = tl.minimum(o, WIDTH - 1)  # rows past the end repeat the last and are not stored
-    w, p, i = tl.arange(0, 16), tl.arange(0, 4), tl.arange(0, 128)
-    wanted = real[None, :]
-    x += source[None, :] * I + i[:, None]
+        row = tl.minimum(row, WIDTH - 1)  # rows past the end repeat the last and are not stored
+    if GATED:
+        row += tl.arange(0, BW) // BO * WIDTH
+    w, p, i = tl.arange(0, 16), tl.arange(0, 4), tl.arange(0, 128 // PARTS)
     words += e * (T * O * 16)
     weight_scales += e * (T * O * 4)
-    at_w, at_s = some[:, None] * 16 + w[None, :], some[:, None] * 4 + p[None, :]
-    acc = tl.zeros([BO, R], tl.float32)
-    acc_up = acc
-    for t in tl.range(0, T):
+    at_w, at_s = row[:, None] * 16 + w[None, :], row[:, None] * 4 + p[None, :]
+    real, source, target = _rows(order, start, stop, K, R, GATED)
+    at_x = x + (source[None, :] * I + i[:, None])
+    owed_e = tl.load(epilogue + e) * UP  # before the loop: its wait is for all
+    owed_R = tl.load(factor + source, mask=real, other=0.0)
+    acc = tl.zeros([BW, R], tl.float32)
+    real_more, at_more, more = real, at_x, acc
+    if MORE > 0:
+        real_more, source_more, target_more = _rows(order, start + R, stop, K, MORE, GATED)
+        at_more = x + (source_more[None, :] * I + i[:, None])
+        owed_more = tl.load(factor + source_more, mask=real_more, other=0.0)
+        more = tl.zeros([BW, MORE], tl.float32)
+    for t in tl.range(0, T, loop_unroll_factor=UNROLL):
         u = tl.load(words + t * (O * 16) + at_w)
         s = tl.load(weight_scales + t * (O * 4) + at_s)
-        if GATED:
-            u_up = tl.load(words + (t * O + WIDTH) * 16 + at_w)
-            s_up = tl.load(weight_scales + (t * O + WIDTH) * 4 + at_s)
-        x_t = tl.load(x + t * 128, mask=wanted, other=0.0)
-        acc = dot(_tile(u, s, BO, ASM), x_t, acc)
-        if GATED:
-            acc_up = dot(_tile(u_up, s_up, BO, ASM), x_t, acc_up)
-    owed_e = tl.load(epilogue + e) * UP
-    owed_R = tl.load(factor + source, mask=real, other=0.0)[None, :]
-    y = acc * owed_e * owed_R
-    if GATED:
-        y = silu_mul(y, acc_up * owed_e * owed_R)
-    tl.store(out + target[None, :] * WIDTH + o[:, None], to_bf16(y), mask=wanted & (o < WIDTH)[:, None])
+        s = block_scales(s, BW, 16, True)
+        w0, w1, w2, w3, w4, w5, w6, w7 = unpack(spread_columns(u, BW, 16), s, False, ASM)
+        x_t, m_t = at_x + t * 128, at_more + t * 128
+        if PARTS == 1:
+            tile = _eight(w0, w1, w2, w3, w4, w5, w6, w7, BW)
+            acc, more = _add_part(acc, more, tile, x_t, m_t, real, real_more, MORE)
+        elif PARTS == 2:
+            acc, more = _add_part(acc, more, _four(w0, w1, w2, w3, BW), x_t, m_t, real, real_more, MORE)
+            acc, more = _add_part(acc, more, _four(w4, w5, w6, w7, BW), x_t + 64, m_t + 64, real, real_more, MORE)
+        else:
+            acc, more = _add_part(acc, more, _two(w0, w1, BW), x_t, m_t, real, real_more, MORE)
+            acc, more = _add_part(acc, more, _two(w2, w3, BW), x_t + 32, m_t + 32, real, real_more, MORE)
+            acc, more = _add_part(acc, more, _two(w4, w5, BW), x_t + 64, m_t + 64, real, real_more, MORE)
+            acc, more = _add_part(acc, more, _two(w6, w7, BW), x_t + 96, m_t + 96, real, real_more, MORE)
+    _finish_fp4(acc, owed_R, out, owed_e, real, target, o, O, GATED, BO, R)
+    if MORE > 0:
+        _finish_fp4(more, owed_more, out, owed_e, real_more, target_more, o, O, GATED, BO, MORE)
 
 
 @triton.jit
@@ -141,50 +194,70 @@ def _strip_dense(
 
 
 @triton.jit
-def _place(block_count, GROUP, COLUMNS: tl.constexpr):
-    """(block of rows, column) of this program, and whether there is such a block."""
-    pid = tl.program_id(0)
-    within = pid % (GROUP * COLUMNS)
-    block = pid // (GROUP * COLUMNS) * GROUP + within % GROUP
-    return block, within // GROUP, block < tl.load(block_count)
+def table_entry(table, block):
+    """(expert int64, first row, end of the rows) of a block; the expert is -1 where there is no such block."""
+    entry = tl.load(table + block)
+    start = entry.to(tl.int32)
+    return entry >> 48, start, start + ((entry >> 32) & 0xFFFF).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["GROUP"])
+@triton.jit(do_not_specialize=["blocks"])
 def products_fp4(
-    x, factor, words, weight_scales, epilogue, out, order, offsets, block_expert, block_start, block_count, GROUP,
+    x, factor, words, weight_scales, epilogue, out, order, table, blocks,
     K: tl.constexpr, I: tl.constexpr, O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
-    TAILS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    TAILS: tl.constexpr, ASM: tl.constexpr, PARTS: tl.constexpr, UNROLL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """GATED: rows of tokens -> silu(gate) * up [M, O/2], in sorted order; else sorted rows -> [M, O] by position.
 
     x FP16 [., I] and factor f32 as `_operand_rows` leaves them; words int32 [E, T, O, 16], weight_scales int16
-    [E, T, O, 4]. TAILS: how often the rows of a strip may be halved for a block that has no more.
+    [E, T, O, 4]. TAILS: how often the rows of a strip may be halved for a block that has no more. R may be 3 * 2^n:
+    then a strip has R rows in two widths, two thirds of them, or (TAILS) one. PARTS: of a tile: 1, 2 or 4. UNROLL:
+    tiles of a step.
     """
     follow(PDL)
-    block, column, exists = _place(block_count, GROUP, ((O // 2 if GATED else O) + BO - 1) // BO)
-    if not exists:
+    block, column = tl.program_id(1) * GROUP + tl.program_id(0) % GROUP, tl.program_id(0) // GROUP
+    if block >= blocks:
         return
-    e = tl.load(block_expert + block).to(tl.int64)
-    start, stop = tl.load(block_start + block), tl.load(offsets + e + 1)
-    if (TAILS >= 2) & (stop - start <= R // 4):
+    e, start, stop = table_entry(table, block)
+    if e < 0:
+        return
+    if R & (R - 1) != 0:
+        if (TAILS >= 1) & (stop - start <= R // 3):
+            _strip_fp4(
+                x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
+                K, I, O, GATED, BO, R // 3, 0, ASM, PARTS, UNROLL,
+            )  # fmt: skip
+        elif stop - start <= R // 3 * 2:
+            _strip_fp4(
+                x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
+                K, I, O, GATED, BO, R // 3 * 2, 0, ASM, PARTS, UNROLL,
+            )  # fmt: skip
+        else:
+            _strip_fp4(
+                x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
+                K, I, O, GATED, BO, R // 3 * 2, R // 3, ASM, PARTS, UNROLL,
+            )  # fmt: skip
+    elif (TAILS >= 2) & (stop - start <= R // 4):
         _strip_fp4(
             x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
-            K, I, O, GATED, BO, R // 4 if TAILS >= 2 else R, ASM,
+            K, I, O, GATED, BO, R // 4 if TAILS >= 2 else R, 0, ASM, PARTS, UNROLL,
         )  # fmt: skip
     elif (TAILS >= 1) & (stop - start <= R // 2):
         _strip_fp4(
             x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
-            K, I, O, GATED, BO, R // 2 if TAILS >= 1 else R, ASM,
+            K, I, O, GATED, BO, R // 2 if TAILS >= 1 else R, 0, ASM, PARTS, UNROLL,
         )  # fmt: skip
     else:
         _strip_fp4(
-            x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column, K, I, O, GATED, BO, R, ASM
-        )
+            x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
+            K, I, O, GATED, BO, R, 0, ASM, PARTS, UNROLL,
+        )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["GROUP"])
+@triton.jit(do_not_specialize=["blocks"])
 def products_dense(
-    x, weights, out, order, offsets, block_expert, block_start, block_count, GROUP,
+    x, weights, out, order, table, blocks,
     K: tl.constexpr, I: tl.constexpr, O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
     TAILS: tl.constexpr, BI: tl.constexpr, BULK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -193,11 +266,12 @@ def products_dense(
     BULK: weights is a tensor descriptor of [E * O, I] in blocks of [BO, BI].
     """
     follow(PDL)
-    block, column, exists = _place(block_count, GROUP, ((O // 2 if GATED else O) + BO - 1) // BO)
-    if not exists:
+    block, column = tl.program_id(1) * GROUP + tl.program_id(0) % GROUP, tl.program_id(0) // GROUP
+    if block >= blocks:
         return
-    e = tl.load(block_expert + block).to(tl.int64)
-    start, stop = tl.load(block_start + block), tl.load(offsets + e + 1)
+    e, start, stop = table_entry(table, block)
+    if e < 0:
+        return
     if (TAILS >= 2) & (stop - start <= R // 4):
         _strip_dense(
             x, weights, out, order, e, start, stop, column,
