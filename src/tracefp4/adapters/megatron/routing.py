@@ -41,7 +41,7 @@ class ContextReplay:
             return own_scores, own
         experts, valid = mb.experts[self._layer]
         if self._context.observer is not None:
-            self._context.observer.observe_routing(own[valid], experts[valid])
+            self._context.observer.observe_routing(own, experts, valid)
         if not self._context.forward.replay:
             return own_scores, own
         chosen = torch.where(valid[:, None], experts, own)
