@@ -17,6 +17,21 @@ from torch import Tensor
 
 import mcore_cpu
 from mcore_cpu import Case
+from tracefp4.nn.observe import SiteObserver, Totals
+
+
+def observed(case: Case, model: Any, context: Any, packed: bool = True, align: int = 1) -> Totals:
+    """What this rank counts of its slots against the rollout's, in one forward."""
+    record = next(iter(case.micro_batch.guidance.values()))
+    rows = record.valid.nonzero()[:, 0]
+    probe = {where: r.select(rows) for where, r in case.micro_batch.guidance.items()}  # full codes
+    probing = replace(case, micro_batch=replace(case.micro_batch, guidance={}, probe=probe, probe_rows=rows))
+    numbers, arguments = case.inputs(packed, align)
+    observer = SiteObserver()
+    with torch.no_grad(), context.armed(probing.local(model, numbers), observer):
+        model(**arguments)
+    return observer.totals()
+
 
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -51,6 +66,7 @@ def tensor_parallel(rank: int, cases: list[Case]) -> dict[str, Any]:
         mcore_cpu.loss(case, logits).backward()
         context.rest()
         out[packed] = {"logits": logits.detach(), "gradients": mcore_cpu.gradients(model, case.hf)}
+        out[packed]["observed"] = observed(case, model, context, packed, align=2)
     return out
 
 
@@ -99,7 +115,8 @@ def context_parallel(rank: int, cases: list[Case]) -> dict[str, Any]:
         mcore_cpu.loss(case, logits, tokens).backward()
         context.rest()
         gradients = mcore_cpu.gradients(model, case.hf)
-        out[packed] = {"logits": logits.detach(), "tokens": tokens, "gradients": gradients}
+        seen = observed(case, model, context, packed, align=4)
+        out[packed] = {"logits": logits.detach(), "tokens": tokens, "gradients": gradients, "observed": seen}
     return out
 
 

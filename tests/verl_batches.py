@@ -6,14 +6,19 @@ Imports verl: import it after ``pytest.importorskip("verl")``.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
+from verl.workers.config import FSDPActorConfig
+from verl.workers.config.actor import PolicyLossConfig
+from verl.workers.utils.losses import ppo_loss
 
 from tiny import make_engine, tiny_requests
+from tracefp4.adapters.verl.figures import rename_figures
 from tracefp4.adapters.verl.probes import PROBED
 from tracefp4.adapters.verl.rows import FIELD, make_note, stack_experts
 from tracefp4.guidance.disk import ShardStore
@@ -66,3 +71,32 @@ def distance(engine: Any, batch: TensorDict, trajectories: list[Any]) -> float:
     rows = output["model_output"]["log_probs"].unbind()
     logprobs = torch.cat([r[len(t.prompt_ids) - 1 : -1] for r, t in zip(rows, trajectories, strict=True)])
     return float((logprobs - torch.cat([t.logprobs for t in trajectories])).abs().mean())
+
+
+def update(
+    engine: Any, trajectories: list[Any], recipe_hash: str, loss_mode: str, use_remove_padding: bool = False
+) -> dict[str, Any]:
+    """verl's two passes of a step, old log-probs and one update by ``ppo_loss``; the figures as they are logged."""
+    batch = batch_of(trajectories, recipe_hash, use_remove_padding)
+    with engine.eval_mode():
+        output = engine.infer_batch(batch)
+    old = output["model_output"]["log_probs"].unbind()
+    lengths = [len(t.response_ids) for t in trajectories]
+
+    more = {
+        "old_log_probs": nested([r[-n - 1 : -1].float() for r, n in zip(old, lengths, strict=True)]),
+        "rollout_log_probs": nested([t.logprobs for t in trajectories]),
+        "advantages": nested([torch.full((n,), 1.0 if i % 2 else -1.0) for i, n in enumerate(lengths)]),
+        "response_mask": nested([torch.ones(n) for n in lengths]),
+    }
+    batch = batch_of(trajectories, recipe_hash, use_remove_padding)
+    batch.update(more)
+    tu.assign_non_tensor(batch, global_batch_size=len(trajectories))
+    actor = FSDPActorConfig(
+        strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=3, policy_loss=PolicyLossConfig(loss_mode=loss_mode)
+    )
+    with engine.train_mode():
+        metrics = engine.train_batch(batch, loss_function=partial(ppo_loss, config=actor))["metrics"]
+    figures = {f"actor/{k}": v.aggregate() for k, v in metrics.items() if hasattr(v, "aggregate")}
+    rename_figures(figures)
+    return figures

@@ -37,6 +37,11 @@ class MicroBatch:
     probe_rows: Tensor | None = None
     decoded: dict[tuple[str, int], CompactGuidance] | None = None
 
+    def probed(self, site: str) -> Tensor:
+        """int64 [n]: the rows of this micro-batch that the site's records in ``probe`` are of."""
+        assert self.probe_rows is not None
+        return self.probe_rows
+
 
 class GuidanceContext:
     """Shared by all hooked modules of one model. Disarmed, the forward rounds to nearest and replays nothing.
@@ -106,9 +111,9 @@ class GuidanceContext:
         own = self.recipe.site_encode_scale(site)
         guidance = mb.guidance.get((site, layer)) if mb is not None and self.forward.guided else None
         if self.observer is not None and mb is not None and (site, layer) in mb.probe:
-            assert mb.probe_rows is not None
-            used = None if guidance is None else guidance.select(mb.probe_rows)
-            rows, applied = x_NK.detach()[mb.probe_rows], self.quantizes(site)
+            probed = mb.probed(site)
+            used = None if guidance is None else guidance.select(probed)
+            rows, applied = x_NK.detach()[probed], self.quantizes(site)
             self.observer.observe(site, layer, rows, mb.probe[site, layer], used, own, self.recipe.rule, applied)
         if not self.quantizes(site):
             return x_NK

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tracefp4.adapters.megatron.context import LocalMicroBatch, ScheduledContext
@@ -108,6 +110,32 @@ def test_localized_rows_are_those_of_the_padded_micro_batch() -> None:
     assert local.guidance["key", 1].header.shape == (6, 64)
     assert local.experts[1][0].tolist() == [[6, 7], [8, 9], [0, 1]]
     assert local.experts[1][1].tolist() == [*inputs.valid[3:5].tolist(), False]
+
+
+@pytest.mark.parametrize(("groups", "sequence_parallel"), [(4, True), (4, False), (1, False)])
+def test_tensor_parallel_ranks_count_each_probed_value_once(groups: int, sequence_parallel: bool) -> None:
+    rows, head = torch.tensor([0, 2, 4]), 128 // groups
+    (x, inputs), (y, keys) = record("nvfp4", 4.5, 3, 64), record("nvfp4", 4.5, 3, 128, seed=1)
+    inputs, keys = (replace(r, valid=torch.ones(3, dtype=torch.bool)) for r in (inputs, keys))
+    micro = MicroBatch(7, probe={("expert_input", 1): inputs, ("key", 1): keys}, probe_rows=rows)
+    packed = F.pad(torch.cat(row_numbers([3, 2])), (1, 2))[None]  # padding before and behind
+    fields = config(num_query_groups=groups, kv_channels=head, sequence_parallel=sequence_parallel)
+    seen: dict[str, list[tuple[int, int]]] = {"expert_input": [], "key": []}
+    for rank in (0, 1):
+        layout = rank_layout(packed, fields, rank, 2)
+        local = localize(micro, layout, {1}, torch.zeros(6, dtype=torch.int64))
+        for site, whole, values in (("expert_input", inputs, x), ("key", keys, y)):
+            if (site, 1) not in local.probe:
+                continue
+            numbers = (layout.experts if site == "expert_input" else layout.attention)[local.probed(site)].tolist()
+            first, end = (0, 64) if site == "expert_input" else (layout.heads[0] * head, layout.heads[1] * head)
+            place = [rows.tolist().index(n) for n in numbers]
+            got, _ = decode(local.probe[site, 1], values[place, first:end])
+            want, _ = decode(whole.select(place), values[place])
+            assert torch.equal(got.unpacked_codes(), want.unpacked_codes()[:, first:end])
+            seen[site] += [(n, column) for n in numbers for column in range(first, end)]
+    for site, width in (("expert_input", 64), ("key", 128)):
+        assert sorted(seen[site]) == [(n, column) for n in rows.tolist() for column in range(width)]
 
 
 def test_experts_that_are_not_distinct_are_not_replayed() -> None:

@@ -18,6 +18,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed (mak
 import mcore_cpu
 import mcore_workers
 from mcore_cpu import Case, build, logits_and_gradients, rolled_out
+from tracefp4.nn.observe import SiteObserver
 
 TESTS = Path(mcore_workers.__file__).parent
 
@@ -38,6 +39,19 @@ def alone(cases: list[Case], tmp_path_factory: pytest.TempPathFactory) -> Iterat
             model.zero_grad()
             out.append(logits_and_gradients(case, model, context))
         yield out
+
+
+@pytest.fixture(scope="module")
+def observed(cases: list[Case], alone: list[Any]) -> dict[str, float]:
+    """How far the slots of the first case are from the rollout's, on one process."""
+    return metrics_of([mcore_workers.observed(cases[0], *build(cases[0]))])
+
+
+def metrics_of(totals: list[Any]) -> dict[str, float]:
+    observer = SiteObserver()
+    for each in totals:
+        observer.add(each)
+    return observer.metrics()
 
 
 @pytest.fixture(scope="module")
@@ -87,23 +101,29 @@ def test_a_rank_whose_experts_get_no_token_takes_part_in_the_backward_pass(toget
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["thd", "bshd"])
-def test_tensor_and_sequence_parallel(together: dict[str, list[Any]], alone: list[Any], packed: bool) -> None:
+def test_tensor_and_sequence_parallel(
+    together: dict[str, list[Any]], alone: list[Any], observed: dict[str, float], packed: bool
+) -> None:
     """A rank rounds its own heads of K and V, and its own part of the rows that enter the experts."""
     ranks = [result[packed] for result in together["tensor"]]
     for rank in ranks:
         torch.testing.assert_close(rank["logits"], alone[0][0], rtol=0, atol=5e-6)
+    assert metrics_of([rank["observed"] for rank in ranks]) == pytest.approx(observed, abs=5e-4)
     parts = [experts_of(rank["gradients"]) for rank in ranks]
     assert_gradients({name: g + parts[1][name] for name, g in parts[0].items()}, alone[0][1])
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["thd", "bshd"])
-def test_context_parallel(together: dict[str, list[Any]], alone: list[Any], packed: bool) -> None:
+def test_context_parallel(
+    together: dict[str, list[Any]], alone: list[Any], observed: dict[str, float], packed: bool
+) -> None:
     """K and V are rounded on the rank that computed them, before others see them."""
     ranks = [result[packed] for result in together["context"]]
     assert sorted(torch.cat([rank["tokens"] for rank in ranks]).tolist()) == list(range(len(alone[0][0])))
     for rank in ranks:
         assert len(rank["tokens"])
         torch.testing.assert_close(rank["logits"], alone[0][0][rank["tokens"]], rtol=0, atol=5e-6)
+    assert metrics_of([rank["observed"] for rank in ranks]) == pytest.approx(observed, abs=5e-4)
     total = {name: g + ranks[1]["gradients"][name] for name, g in ranks[0]["gradients"].items()}
     assert_gradients(total, alone[0][1])
 

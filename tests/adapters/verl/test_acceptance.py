@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -117,6 +118,22 @@ def test_a_failed_run_shows_the_ends_of_its_logs(tmp_path: Path) -> None:
         f"==> {tmp_path / 'log.txt'} <==", "begun", "ended",
         f"==> {tmp_path / 'worker-1.err'} <==", "Traceback (most recent call last):", "ValueError: a reason",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("device", "platform"), [("cpu", "cpu"), ("gpu", "nvidia")])
+def test_both_scripts_start_the_same_recipe(tmp_path: Path, device: str, platform: str) -> None:
+    """With another interpreter in Python's place, which says what it was asked to run."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$VERL_PLATFORM $(basename "$SUMS_MODEL") $*"\n')
+    python.chmod(0o755)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("SUMS_", "VERL_"))}
+    environment["PYTHON"] = str(python)
+    command = [str(RECIPES / f"run_{device}.sh"), str(tmp_path / "out"), "a.b=1"]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert said[-1].startswith(f"{platform} ")
+    assert "-m verl.trainer.main_ppo" in said[-1]
+    assert said[-1].endswith("trainer.device=cuda a.b=1" if device == "gpu" else "hydra.output_subdir=null a.b=1")
+    assert ("larger_policy.py" in said[0] and said[-1].split()[1] == "policy") == (device == "gpu")
 
 
 def test_steps_are_read_from_verls_file_logger(tmp_path: Path) -> None:

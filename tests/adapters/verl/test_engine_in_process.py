@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,19 +19,15 @@ pytest.importorskip("verl")
 
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.trainer.config import CheckpointConfig
-from verl.utils import tensordict_utils as tu
-from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-from verl.workers.config.actor import PolicyLossConfig
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine.base import EngineRegistry
-from verl.workers.utils.losses import ppo_loss
 
 import verl_batches
 from tracefp4.adapters.verl import engine as adapter
 from tracefp4.adapters.verl.detached import CopyingActorWorker
-from tracefp4.adapters.verl.figures import rename_figures
 from tracefp4.errors import TracefpError
 from tracefp4.guidance import GuidanceError
-from verl_batches import batch_of, nested, rollout
+from verl_batches import batch_of, rollout, update
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -162,33 +157,6 @@ def test_without_settings_the_engine_is_verls_own(checkpoint: Path) -> None:
     assert isinstance(engine, adapter.TracefpFSDPEngine)
     assert engine.guided is None
     assert engine.module.config._attn_implementation == "eager"
-
-
-def update(engine: Any, trajectories: list[Any], recipe_hash: str, loss_mode: str) -> dict[str, Any]:
-    """verl's two passes of a step, old log-probs and one update by ``ppo_loss``; the figures as they are logged."""
-    batch = batch_of(trajectories, recipe_hash)
-    with engine.eval_mode():
-        output = engine.infer_batch(batch)
-    old = output["model_output"]["log_probs"].unbind()
-    lengths = [len(t.response_ids) for t in trajectories]
-
-    more = {
-        "old_log_probs": nested([r[-n - 1 : -1].float() for r, n in zip(old, lengths, strict=True)]),
-        "rollout_log_probs": nested([t.logprobs for t in trajectories]),
-        "advantages": nested([torch.full((n,), 1.0 if i % 2 else -1.0) for i, n in enumerate(lengths)]),
-        "response_mask": nested([torch.ones(n) for n in lengths]),
-    }
-    batch = batch_of(trajectories, recipe_hash)
-    batch.update(more)
-    tu.assign_non_tensor(batch, global_batch_size=len(trajectories))
-    actor = FSDPActorConfig(
-        strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=3, policy_loss=PolicyLossConfig(loss_mode=loss_mode)
-    )
-    with engine.train_mode():
-        metrics = engine.train_batch(batch, loss_function=partial(ppo_loss, config=actor))["metrics"]
-    figures = {f"actor/{k}": v.aggregate() for k, v in metrics.items() if hasattr(v, "aggregate")}
-    rename_figures(figures)
-    return figures
 
 
 def test_a_methods_own_loss_trains_through_verls_call_and_reports_its_figures(checkpoint: Path, tmp_path: Path) -> None:

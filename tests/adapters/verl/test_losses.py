@@ -230,7 +230,7 @@ def call(loss: str, method: str | None, advantages: Tensor | None = None, rollou
 
 
 def test_calls_that_would_be_silently_wrong_raise() -> None:
-    with pytest.raises(TracefpError, match="tracefp4_tbpo runs in the engine of tracefp4 alone"):
+    with pytest.raises(TracefpError, match="tracefp4_tbpo runs in the engines of tracefp4 alone"):
         call("tbpo", None)
     with pytest.raises(TracefpError, match=r"method qat trains by .*loss_mode=vanilla, not tracefp4_triage"):
         call("triage", "qat")

@@ -31,11 +31,11 @@ from tracefp4.adapters.megatron.prepare import unwrapped
 from tracefp4.adapters.verl import engine as fsdp
 from tracefp4.adapters.verl import megatron as adapter
 from tracefp4.adapters.verl import plugin  # noqa: F401  registers the engines
-from tracefp4.adapters.verl.settings import AdapterSettings, read_settings
+from tracefp4.adapters.verl.settings import read_settings
 from tracefp4.errors import TracefpError
 from tracefp4.guidance import GuidanceError
 from tracefp4.guidance.disk import ShardStore
-from verl_batches import batch_of, rollout
+from verl_batches import batch_of, rollout, update
 
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 LAYOUTS = pytest.mark.parametrize("packed", [True, False], ids=["thd", "bshd"])
@@ -142,6 +142,41 @@ def test_recomputed_micro_batches_give_the_same_gradients(checkpoint: Path, tmp_
     assert norms[0] == norms[1] == norms[2] > 0
 
 
+@LAYOUTS
+def test_a_methods_own_loss_trains_through_verls_call_and_reports_its_figures(
+    checkpoint: Path, tmp_path: Path, packed: bool
+) -> None:
+    engine = make_verl_engine(checkpoint, "qarl", tmp_path / "g", use_remove_padding=packed)
+    done, recipe_hash = rollout("qarl", tmp_path / "g", engine.get_per_tensor_param()[0])
+    figures = update(engine, done, recipe_hash, "tracefp4_tbpo", packed)
+    assert 0 <= figures["tbpo/dropped_share"] <= 1
+    assert figures["tbpo/weight_mean"] != 1
+    assert not [name for name in figures if name.endswith(("/sum", "/weight"))]
+
+
+def test_a_method_whose_loss_verl_never_calls_is_an_error(checkpoint: Path, tmp_path: Path) -> None:
+    engine = make_verl_engine(checkpoint, "triage", tmp_path / "g")
+    done, recipe_hash = rollout("triage", tmp_path / "g", engine.get_per_tensor_param()[0], n=3)
+    with pytest.raises(TracefpError, match=r"method triage trains by its own loss.*loss_mode=tracefp4_triage"):
+        update(engine, done, recipe_hash, "vanilla", use_remove_padding=True)
+
+
+@LAYOUTS
+def test_code_mismatch_is_reported_per_site_and_layer(checkpoint: Path, tmp_path: Path, packed: bool) -> None:
+    figures = {}
+    for method in ("qat", "trace-all"):
+        engine = make_verl_engine(checkpoint, method, tmp_path / method, use_remove_padding=packed)
+        done, recipe_hash = rollout(method, tmp_path / method, engine.get_per_tensor_param()[0], probe_every=2)
+        figures[method] = update(engine, done, recipe_hash, "vanilla", packed)
+    qat, trace = figures["qat"], figures["trace-all"]
+    for name in ("code_mismatch/before", "code_mismatch/after", "scale_mismatch/before", "d_act/after"):
+        per_layer = {n for n in qat if n.startswith(f"{name}/")}
+        assert per_layer == {f"{name}/{s}/layer{i}" for s in ("expert_input", "key", "value") for i in (0, 1)}
+    assert qat["code_mismatch/before"] == qat["code_mismatch/after"] > 0
+    assert trace["code_mismatch/after"] < 0.2 * trace["code_mismatch/before"]
+    assert 0 <= trace["router/topk_disagreement"] < 0.2
+
+
 def test_the_recipe_of_the_trained_model_is_known_to_the_weight_sync(checkpoint: Path, tmp_path: Path) -> None:
     engine = make_verl_engine(checkpoint, "trace", tmp_path / "g")
     assert isinstance(engine, adapter.TracefpMegatronEngine)
@@ -229,14 +264,6 @@ def test_another_architecture_is_refused(tmp_path: Path) -> None:
 def test_a_float32_mode_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(TracefpError, match=r"method fp32 computes in float32.*strategy=fsdp2"):
         make_verl_engine(checkpoint, "fp32", tmp_path / "g")
-
-
-def test_a_method_with_a_loss_of_its_own_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    """Whatever the settings let pass for other engines."""
-    settings = AdapterSettings(method="triage")
-    configs = verl_configs(checkpoint, ours("trace", tmp_path / "g"))
-    with pytest.raises(TracefpError, match=r"method triage trains by its own loss.*strategy=fsdp2"):
-        adapter._refuse_unsupported(settings, *configs)
 
 
 def test_another_megatron_is_refused(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,13 +72,14 @@ def four_steps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
     return folder, run(folder, "trainer.total_training_steps=4", "trainer.save_freq=2")
 
 
-def resume(folder: Path, saved: Path, *overrides: str) -> Run:
+def resume(folder: Path, saved: Path, *overrides: str, mode: str = "tracefp4_sync") -> Run:
     return run(
         folder,
         "trainer.total_training_steps=4",
         "trainer.resume_mode=resume_path",
         f"trainer.resume_from_path={saved / 'checkpoints' / 'global_step_2'}",
         *overrides,
+        mode=mode,
     )
 
 
@@ -107,6 +108,23 @@ def test_a_checkpoint_is_not_continued_under_another_recipe(four_steps: tuple[Pa
     assert resumed.code != 0
     assert re.search(r"trained by method trace under recipe \w+, and .*tracefp4 now says method qat", resumed.text)
     assert resumed.steps == {}
+
+
+def test_an_asynchronous_run_goes_on_with_the_responses_it_had(tmp_path: Path) -> None:
+    """Finished ones come back with verl's queue, their records are in the same store; the others start anew."""
+    mode, saved = "tracefp4_colocate_async", tmp_path / "saved"
+    keys = [
+        f"{SETTINGS}.guidance.url={tmp_path / 'guidance'}",
+        "trainer.v1.colocate_async.num_warmup_batches=2",
+        "actor_rollout_ref.rollout.max_num_seqs=8",
+    ]
+    first = run(saved, "trainer.total_training_steps=2", "trainer.save_freq=2", *keys, mode=mode)
+    assert first.code == 0, first.text[-3000:]
+    resumed = resume(tmp_path / "resumed", saved, *keys, mode=mode)
+    assert resumed.code == 0, resumed.text[-3000:]
+    assert sorted(resumed.steps) == [3, 4]
+    assert resumed.steps[3]["guidance/version_lag_max"] >= 1  # of before
+    assert all(step[SHARE] == 1 for step in resumed.steps.values())
 
 
 @pytest.mark.parametrize("mode", ["fault_replica", "fault_replica_async"])

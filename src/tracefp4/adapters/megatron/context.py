@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,14 @@ class LocalMicroBatch(MicroBatch):
     """A MicroBatch whose rows are those that one rank computes, in Megatron's order.
 
     tokens: int64 [b, s], what the embedding of this rank must be given; -1 on padding. None: not checked.
+    probed_by_site: int64 [n] for each site, since K and V may have other rows here than the experts.
     """
 
     tokens: Tensor | None = None
+    probed_by_site: dict[str, Tensor] = field(default_factory=dict)
+
+    def probed(self, site: str) -> Tensor:
+        return self.probed_by_site[site]
 
 
 class ScheduledContext(GuidanceContext):

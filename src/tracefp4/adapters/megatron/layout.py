@@ -26,6 +26,7 @@ class RankLayout:
     numbers int64 [b, s]: number (sequence * T + position) of each token that the model is given, -1 on padding.
     attention int64 [M]: of the rows of K and V. experts int64 [M], or [M / tp] under sequence parallelism: of the rows
     that enter the router. heads: (first, end) of the G heads of K and V that the rank holds. head_size: D.
+    counts_experts, counts_heads: False where another tensor-parallel rank has the same, and counts it in diagnostics.
     """
 
     numbers: Tensor
@@ -33,6 +34,8 @@ class RankLayout:
     experts: Tensor
     heads: tuple[int, int]
     head_size: int
+    counts_experts: bool = True
+    counts_heads: bool = True
 
 
 def row_numbers(lengths: Sequence[int]) -> list[Tensor]:
@@ -49,13 +52,16 @@ def rank_layout(packed_bs: Tensor, config: Any, tp_rank: int, tp_size: int) -> R
     numbers = packed_bs.cpu() - 1
     rows = numbers.T.reshape(-1)
     part = len(rows) // tp_size
-    experts = rows[tp_rank * part : (tp_rank + 1) * part] if config.sequence_parallel and tp_size > 1 else rows
+    split = config.sequence_parallel and tp_size > 1
+    experts = rows[tp_rank * part : (tp_rank + 1) * part] if split else rows
     groups = config.num_query_groups
+    holders = max(1, tp_size // groups)  # ranks that hold the same head
     if groups >= tp_size:
         heads = (tp_rank * groups // tp_size, (tp_rank + 1) * groups // tp_size)
-    else:  # several ranks hold the same head
-        heads = (tp_rank // (tp_size // groups), tp_rank // (tp_size // groups) + 1)
-    return RankLayout(numbers, rows, experts, heads, config.kv_channels)
+    else:
+        heads = (tp_rank // holders, tp_rank // holders + 1)
+    counts = (split or tp_rank == 0, tp_rank % holders == 0)
+    return RankLayout(numbers, rows, experts, heads, config.kv_channels, *counts)
 
 
 def localize(
@@ -68,7 +74,7 @@ def localize(
     """The rows of a micro-batch (its N padded ones, on the CPU) that a rank computes, of the layers that it holds.
 
     token_ids_N int64 [N]. Rows of Megatron's own padding have no record, and choose their experts by themselves, as do
-    rows whose recorded experts are not distinct.
+    rows whose recorded experts are not distinct. Probed rows are those that this rank counts.
     """
     real = {name: rows >= 0 for name, rows in (("attention", layout.attention), ("experts", layout.experts))}
     valid: dict[tuple[int, str], Tensor] = {}  # all records share one tensor: it is sent once
@@ -93,7 +99,33 @@ def localize(
             usable &= (local_experts.sort(-1).values.diff(dim=-1) != 0).all(-1)
             routing[layer] = (local_experts.to(device), usable.to(device))
     tokens = torch.where(layout.numbers >= 0, token_ids_N[layout.numbers.clamp(min=0)], -1).to(device)
-    return LocalMicroBatch(micro_batch.key, guidance, routing, decoded=micro_batch.decoded, tokens=tokens)
+    probe, probed = _local_probe(micro_batch, layout, layers, len(token_ids_N), device)
+    return LocalMicroBatch(
+        micro_batch.key, guidance, routing, probe, None, micro_batch.decoded, tokens=tokens, probed_by_site=probed
+    )
+
+
+def _local_probe(
+    micro_batch: MicroBatch, layout: RankLayout, layers: Collection[int], N: int, device: torch.device | str
+) -> tuple[dict[tuple[str, int], CompactGuidance], dict[str, Tensor]]:
+    """(records of the probed rows that this rank computes and counts, which of its rows those are, by site)."""
+    probe: dict[tuple[str, int], CompactGuidance] = {}
+    probed: dict[str, Tensor] = {}
+    if micro_batch.probe_rows is None:
+        return probe, probed
+    place_N = torch.full((N,), -1, dtype=torch.int64)
+    place_N[micro_batch.probe_rows] = torch.arange(len(micro_batch.probe_rows))
+    for (site, layer), record in micro_batch.probe.items():
+        experts = site == "expert_input"
+        if layer not in layers or not (layout.counts_experts if experts else layout.counts_heads):
+            continue
+        rows = layout.experts if experts else layout.attention
+        place = torch.where(rows >= 0, place_N[rows.clamp(min=0)], -1)
+        mine = (place >= 0).nonzero()[:, 0]
+        local = record.select(place[mine])
+        probe[site, layer] = (local if experts else head_columns(local, layout.heads, layout.head_size)).to(device)
+        probed[site] = mine.to(device)
+    return probe, probed
 
 
 def head_columns(record: CompactGuidance, heads: tuple[int, int], head_size: int) -> CompactGuidance:

@@ -37,8 +37,12 @@ class ContextReplay:
         assert default_compute_topk is not None
         own_scores, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         mb = self._context.current
-        if mb is None or self._layer not in mb.experts or not self._context.forward.replay:
+        if mb is None or self._layer not in mb.experts:
             return own_scores, own
         experts, valid = mb.experts[self._layer]
+        if self._context.observer is not None:
+            self._context.observer.observe_routing(own, experts, valid)
+        if not self._context.forward.replay:
+            return own_scores, own
         chosen = torch.where(valid[:, None], experts, own)
         return scores.gather(1, chosen), chosen

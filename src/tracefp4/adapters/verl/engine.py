@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
-import torch
 from verl.utils.metric import AggregationType, Metric
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -13,6 +12,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from tracefp4.adapters.verl import checkpoint, losses
 from tracefp4.adapters.verl.figures import SUM, WEIGHT
 from tracefp4.adapters.verl.guided import GuidedForward, Row, keep_own_dtypes
+from tracefp4.adapters.verl.probes import over_ranks
 from tracefp4.adapters.verl.rows import note_of
 from tracefp4.adapters.verl.settings import AdapterSettings, read_settings
 from tracefp4.errors import TracefpError
@@ -80,7 +80,7 @@ class TracefpFSDPEngine(FSDPEngineWithLMHead):
         finally:
             self._armed.close()
         if self._observer is not None:
-            self._observed = self._over_ranks(self._observer).metrics()
+            self._observed = over_ranks(self._observer, self.get_data_parallel_group()).metrics()
         if self.guided.builder.guided:
             p = self._pass
             self.guided.watch.note(self._version, p.total, p.guided, p.reasons)
@@ -98,15 +98,6 @@ class TracefpFSDPEngine(FSDPEngineWithLMHead):
             inputs.update(self._armed.enter_context(self.guided.context.armed(guidance, self._observer)))
         return inputs, output_args
 
-    def _over_ranks(self, observer: SiteObserver) -> SiteObserver:
-        group = self.get_data_parallel_group()
-        every: list[Any] = [None] * torch.distributed.get_world_size(group)
-        torch.distributed.all_gather_object(every, observer.totals(), group=group)
-        merged = SiteObserver()
-        for totals in every:
-            merged.add(totals)
-        return merged
-
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
         if self.guided is None:
             return super().forward_step(micro_batch, loss_function, forward_only)
@@ -119,20 +110,10 @@ class TracefpFSDPEngine(FSDPEngineWithLMHead):
         self._pass.guided += counts.guided
         self._pass.reasons.update(counts.reasons)
         if not forward_only:
-            _check_loss(self._settings, beside)
-            output["metrics"].update(Metric.from_dict(self._figures(counts, beside), aggregation=AggregationType.SUM))
+            check_loss(self._settings, beside)
+            output["metrics"] |= micro_batch_figures(counts, self.guided.builder.guided, beside, self._observed)
+            self._observed = {}
         return loss, output
-
-    def _figures(self, counts: RowCounts, beside: losses.Beside) -> dict[str, float]:
-        """Of one micro-batch, to be summed over those of an optimizer step; every rank must name the same."""
-        assert self.guided is not None
-        figures = {"router/rows": float(counts.forwarded), "router/replayed_rows": float(counts.replayed)}
-        if self.guided.builder.guided:
-            figures |= {k: v for k, v in counts.metrics().items() if k != "guidance/guided_share"}
-        for name, (total, weight) in beside.sums.items():
-            figures |= {name + SUM: float(total), name + WEIGHT: float(weight)}
-        observed, self._observed = self._observed, {}
-        return figures | observed
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
@@ -186,7 +167,20 @@ def _refuse_unsupported(model_config: Any, engine_config: Any) -> None:
             raise TracefpError(f"tracefp4's guided forward does not support this setting; set {remedy}")
 
 
-def _check_loss(settings: AdapterSettings, beside: losses.Beside) -> None:
+def micro_batch_figures(
+    counts: RowCounts, guided: bool, beside: losses.Beside, observed: dict[str, float]
+) -> dict[str, Metric]:
+    """Of one micro-batch, to be summed over those of an optimizer step; every rank must name the same."""
+    figures = {"router/rows": float(counts.forwarded), "router/replayed_rows": float(counts.replayed)}
+    if guided:
+        figures |= {k: v for k, v in counts.metrics().items() if k != "guidance/guided_share"}
+    for name, (total, weight) in beside.sums.items():
+        figures |= {name + SUM: float(total), name + WEIGHT: float(weight)}
+    summed: dict[str, Metric] = Metric.from_dict(figures | observed, aggregation=AggregationType.SUM)
+    return summed
+
+
+def check_loss(settings: AdapterSettings, beside: losses.Beside) -> None:
     """Raises TracefpError where a method was trained by another loss than its own."""
     wanted = losses.loss_mode(settings.mode)
     if wanted != losses.STOCK and not beside.called:

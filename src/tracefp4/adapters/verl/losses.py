@@ -79,8 +79,8 @@ def policy_loss(
     """
     if _beside is None:
         raise TracefpError(
-            f"{_ACTOR}.policy_loss.loss_mode=tracefp4_{name} runs in the engine of tracefp4 alone: set "
-            f"{_ACTOR}.strategy=fsdp2 and actor_rollout_ref.model.override_config.tracefp4.method"
+            f"{_ACTOR}.policy_loss.loss_mode=tracefp4_{name} runs in the engines of tracefp4 alone: set "
+            f"{_ACTOR}.strategy=fsdp2 or megatron, and actor_rollout_ref.model.override_config.tracefp4.method"
         )
     _beside.called = True
     batch = _token_batch(_beside, name, old_log_prob, log_prob, advantages, response_mask)

@@ -16,7 +16,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor, nn
 from verl.models.mcore.util import preprocess_bshd_engine, preprocess_thd_engine
 from verl.utils import tensordict_utils as tu
-from verl.utils.metric import AggregationType, Metric
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
 from tracefp4.adapters.megatron.context import LocalMicroBatch, ScheduledContext
@@ -26,10 +25,13 @@ from tracefp4.adapters.megatron.refusals import refuse_config
 from tracefp4.adapters.megatron.spec import guided_layer_spec
 from tracefp4.adapters.megatron.versions import check_megatron_version
 from tracefp4.adapters.verl import engine as state
+from tracefp4.adapters.verl import losses
 from tracefp4.adapters.verl.engine import read_rows
 from tracefp4.adapters.verl.guided import GuidedForward, Row
+from tracefp4.adapters.verl.probes import over_ranks
 from tracefp4.adapters.verl.settings import AdapterSettings, read_settings
 from tracefp4.errors import TracefpError
+from tracefp4.nn import SiteObserver
 from tracefp4.train.slices import RowCounts
 from tracefp4.types import SITES
 
@@ -69,11 +71,12 @@ class GuidedMegatron(GuidedForward):
         version: int | None,
         lay_out: Callable[[Tensor], Tensor],
         device: torch.device | str,
+        probing: bool = False,
     ) -> tuple[LocalMicroBatch, RowCounts, int]:
         """As ``micro_batch``, of the rows that this rank computes. lay_out: a nested tensor [B, ragged] as the tokens'
         own, to what the model is given in their place, [b, s] with 0 for padding."""
         rows = [replace(row, tokens=row.tokens.cpu()) for row in rows]
-        micro_batch, counts, version = self.micro_batch(rows, version)
+        micro_batch, counts, version = self.micro_batch(rows, version, probing)
         lengths = [len(row.tokens) for row in rows]
         numbers = lay_out(torch.nested.as_nested_tensor(row_numbers(lengths), layout=torch.jagged))
         rank, size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
@@ -100,6 +103,8 @@ class TracefpMegatronEngine(MegatronEngineWithLMHead):
         self._counts = RowCounts()
         self._pass = RowCounts()
         self._version = 0
+        self._observer: SiteObserver | None = None
+        self._observed: dict[str, float] = {}
 
     # -- building -----------------------------------------------------------------------------------------------
 
@@ -134,11 +139,15 @@ class TracefpMegatronEngine(MegatronEngineWithLMHead):
             return super().forward_backward_batch(data, loss_function, forward_only)
         self.guided.forget_weights(self.module)
         self._pass = RowCounts()
+        self._observer = SiteObserver() if forward_only else None  # as in the FSDP engine
         try:
             with self.guided.proving():
                 output = super().forward_backward_batch(data, loss_function, forward_only)
         finally:
             self.guided.context.rest()
+        if self._observer is not None:
+            # Of all ranks: those of other pipeline stages have other layers, those beside them other heads and rows.
+            self._observed = over_ranks(self._observer).metrics()
         if self.guided.builder.guided:
             p = self._pass
             self.guided.watch.note(self._version, p.total, p.guided, p.reasons)
@@ -158,8 +167,9 @@ class TracefpMegatronEngine(MegatronEngineWithLMHead):
                 state.published_version,
                 lambda nested: self._lay_out(nested, batch),
                 batch["input_ids"].device,
+                probing=self._observer is not None,
             )
-            self._armed.enter_context(self.guided.context.armed(micro_batch))
+            self._armed.enter_context(self.guided.context.armed(micro_batch, self._observer))
             self._pass.total += self._counts.total
             self._pass.guided += self._counts.guided
             self._pass.reasons.update(self._counts.reasons)
@@ -177,13 +187,17 @@ class TracefpMegatronEngine(MegatronEngineWithLMHead):
     def postprocess_micro_batch_func(
         self, output: Any, data: Any, forward_only: bool, loss_function: Any, local_cp_size: int | None = None
     ) -> Any:
-        result = super().postprocess_micro_batch_func(output, data, forward_only, loss_function, local_cp_size)
-        if self.guided is not None and not forward_only:
-            counts = self._counts
-            figures = {"router/rows": float(counts.forwarded), "router/replayed_rows": float(counts.replayed)}
-            if self.guided.builder.guided:
-                figures |= {k: v for k, v in counts.metrics().items() if k != "guidance/guided_share"}
-            result[-1]["metrics"].update(Metric.from_dict(figures, aggregation=AggregationType.SUM))
+        given = (output, data, forward_only, loss_function, local_cp_size)
+        if self.guided is None:
+            return super().postprocess_micro_batch_func(*given)
+        assert self._settings is not None
+        with losses.beside(self._settings, data.get("rollout_log_probs", None)) as beside:
+            result = super().postprocess_micro_batch_func(*given)
+        if not forward_only:
+            state.check_loss(self._settings, beside)
+            metrics, guided = result[-1]["metrics"], self.guided.builder.guided
+            metrics |= state.micro_batch_figures(self._counts, guided, beside, self._observed)
+            self._observed = {}
         return result
 
 
@@ -228,11 +242,6 @@ def _refuse_unsupported(settings: AdapterSettings, model_config: Any, engine_con
     for wrong, remedy in checks:
         if wrong:
             raise TracefpError(f"tracefp4's guided forward does not support this setting under Megatron; set {remedy}")
-    if settings.mode.loss != "grpo":
-        raise TracefpError(
-            f"method {settings.method} trains by its own loss, which does not reach verl's Megatron engine; set "
-            "actor_rollout_ref.actor.strategy=fsdp2"
-        )
     if settings.mode.dtype == "float32":
         raise TracefpError(
             f"method {settings.method} computes in float32 on both paths, which verl's Megatron engine does not; set "

@@ -7,7 +7,11 @@ guidance.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
+
+from tracefp4.nn import SiteObserver
 from tracefp4.types import GuidanceHandle, Trajectory
 
 PROBED = "/probed"
@@ -41,3 +45,13 @@ def probe_handle(trajectory: Trajectory, recipe_hash: str) -> GuidanceHandle | N
     if not trajectory.request_id.endswith(PROBED):
         return None
     return GuidanceHandle(f"{trajectory.request_id}/probe", trajectory.num_rows, recipe_hash)
+
+
+def over_ranks(observer: SiteObserver, group: Any = None) -> SiteObserver:
+    """The sums of all ranks of a group (None: of all there are), each of which must call it."""
+    every: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(every, observer.totals(), group=group)
+    merged = SiteObserver()
+    for totals in every:
+        merged.add(totals)
+    return merged
