@@ -366,8 +366,8 @@ def default_config(fp4: bool, rows_per_expert: float, device: torch.device) -> E
         if rows_per_expert <= 96:
             return ExpertsConfig(64, 64, 4, 3, down=128, strips=True, tails=2)
         properties = torch.cuda.get_device_properties(device)
-        most = getattr(properties, "shared_memory_per_block_optin", 0)  # absent from torch's stubs
-        if rows_per_expert <= 192 or most < 215040:
+        wide = getattr(properties, "shared_memory_per_block_optin", 0) >= 215040  # torch's stubs leave it out
+        if rows_per_expert <= 192 or not wide:
             return ExpertsConfig(64, 128, 4, 2, down=128, strips=True, tails=2)
         return ExpertsConfig(64, 256, 8, 3, down=128, strips=True, tails=2)
     if rows_per_expert <= 12:
