@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tracefp4.bench.registry import environment
 from tracefp4.recipe import QuantRecipe, resolve_guided_layers
-from tracefp4.rollout.config import BURST, RolloutConfig
+from tracefp4.rollout.config import BURST, RolloutConfig, burst_of
 from tracefp4.rollout.engine import RolloutEngine
 from tracefp4.rollout.kernel_model import KernelModel, KernelStep
 from tracefp4.rollout.model import Layer, ModelShape
@@ -69,9 +69,9 @@ WARM = 3
 """Calls before those that are timed, and calls that are profiled after them."""
 
 
-def new_tokens(args: argparse.Namespace) -> int:
-    """The most that a sequence may be given: every call may be a burst."""
-    return int(args.steps) + (2 * WARM + 1) * max(BURST, args.steps_per_sync)
+def new_tokens(args: argparse.Namespace, burst: int) -> int:
+    """The most that a sequence may be given, where every call is a burst."""
+    return int(args.steps) + (2 * WARM + 1) * (args.steps_per_sync or burst)
 
 
 class UniformModel(KernelModel):
@@ -169,7 +169,7 @@ def model_shape(args: argparse.Namespace) -> ModelShape:
         layers=args.layers, hidden=args.hidden, heads=args.heads, kv_heads=args.kv_heads, head_dim=args.head_dim,
         experts=args.experts, experts_per_token=args.top_k, expert_width=args.expert_width, dense_width=args.hidden,
         vocab=args.vocab, norm_eps=1e-6, rope_theta=1e6, norm_topk_prob=True,
-        max_positions=max(args.contexts) + new_tokens(args), tied_embeddings=False, dense_layers=frozenset(),
+        max_positions=max(args.contexts) + new_tokens(args, BURST), tied_embeddings=False, dense_layers=frozenset(),
     )  # fmt: skip
 
 
@@ -288,7 +288,7 @@ def measure(
     cuda = args.device != "cpu"
     shape = model.shape
     row.weight_bytes = sum(t.nbytes for t in model.weight_tensors)
-    new = new_tokens(args)
+    new = new_tokens(args, burst_of(shape))
     per_seq = -(-(row.context + new) // PAGE)
     page_bytes = slot_bytes(shape, recipe, torch.bfloat16) * PAGE
     pages = int((args.budget_gb * 1e9 - row.weight_bytes) // page_bytes) - 1

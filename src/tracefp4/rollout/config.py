@@ -70,16 +70,17 @@ def resolve(config: RolloutConfig, device: str, shape: ModelShape, recipe: Quant
     if backend != "torch" and page_size % 16:
         raise TracefpError(f'rollout.page_size {page_size} is no multiple of 16, which backend "{backend}" needs')
     graphs = config.cuda_graphs and backend == "triton"  # native products ask the host for the rows of each expert
-    burst = (BURST if _is_small(shape) else LARGE_BURST) if cuda and backend == "triton" else 1
-    steps = config.steps_per_sync or burst
+    steps = config.steps_per_sync or (burst_of(shape) if cuda and backend == "triton" else 1)
     settings = {"backend": backend, "page_size": page_size, "cuda_graphs": graphs, "steps_per_sync": steps}
     return config.model_copy(update=settings)
 
 
-def _is_small(shape: ModelShape) -> bool:
+def burst_of(shape: ModelShape) -> int:
+    """Decode steps in a row of a model over the kernels on a GPU, where the setting leaves it open."""
     from tracefp4.rollout.weights import weight_sizes
 
-    return 2 * sum(math.prod(size) for _, size in weight_sizes(shape)) < SMALL_MODEL
+    small = 2 * sum(math.prod(size) for _, size in weight_sizes(shape)) < SMALL_MODEL
+    return BURST if small else LARGE_BURST
 
 
 def _obstacle(shape: ModelShape, recipe: QuantRecipe, config: RolloutConfig) -> str:
