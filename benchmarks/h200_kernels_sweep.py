@@ -195,7 +195,10 @@ def attention_group(name: str, lengths: list[int], kind: str, configs: list[Atte
     )
 
 
-FP4_CUTS = [cut(64, 1, 2, 12), cut(64, 1, 2, 11, even=True, registers=184), cut(64, 1, 2, 24, even=True, registers=168)]
+FP4_CUTS = [cut(64, 1, 2, 12)]
+# More parts than places: a multiprocessor that is done early takes another.
+FP4_CUTS += [cut(64, 1, 2, n, even=True, registers=168) for n in (18, 24, 36, 48)]
+FP4_CUTS += [cut(64, 1, 2, n, even=True, registers=184) for n in (11, 33)]
 BF16_CUTS = [cut(64, 4, 2, 4), cut(64, 4, 2, 8, even=True)]
 
 
