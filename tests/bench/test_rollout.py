@@ -111,3 +111,22 @@ def test_unknown_forms_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--forms", "fp8"])
     assert "not fp8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--steps-per-sync", "65"], "--steps-per-sync takes 0 to 64, not 65"),
+        (["--steps-per-sync", "-1"], "--steps-per-sync takes 0 to 64, not -1"),
+        (["--steps", "0"], "--steps must be at least 1, not 0"),
+        (["--max-seqs", "0"], "--max-seqs must be at least 1, not 0"),
+        (["--forms", "fp5"], "--forms takes bf16, fp4, fp4-recorded, not fp5"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*SMALL, *arguments])
+    assert ended.value.code == 2
+    assert sentence in capsys.readouterr().err

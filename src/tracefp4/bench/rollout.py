@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tracefp4.bench.registry import environment
 from tracefp4.recipe import QuantRecipe, resolve_guided_layers
-from tracefp4.rollout.config import BURST, RolloutConfig, burst_of
+from tracefp4.rollout.config import BURST, MOST_STEPS, RolloutConfig, burst_of
 from tracefp4.rollout.engine import RolloutEngine
 from tracefp4.rollout.kernel_model import KernelModel, KernelStep
 from tracefp4.rollout.model import Layer, ModelShape
@@ -161,6 +161,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     args.contexts = [int(c) for c in args.contexts.split(",")]
     if unknown := [f for f in args.forms if f not in FORMS]:
         parser.error(f"--forms takes {', '.join(FORMS)}, not {unknown[0]}")
+    if not 0 <= args.steps_per_sync <= MOST_STEPS:
+        parser.error(f"--steps-per-sync takes 0 to {MOST_STEPS}, not {args.steps_per_sync}")
+    for name in ("steps", "max_seqs"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     return args
 
 

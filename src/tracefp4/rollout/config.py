@@ -19,6 +19,7 @@ SMALL_MODEL = 2e9
 """Bytes of BF16 weights below which a decode step takes the host longer than the GPU."""
 BURST = 8
 LARGE_BURST = 4
+MOST_STEPS = 64
 
 
 class RolloutConfig(StrictModel):
@@ -47,7 +48,7 @@ class RolloutConfig(StrictModel):
     backend: Literal["auto", "torch", "triton", "native"] = "auto"
     cuda_graphs: bool = True
     memory_gb: float = Field(0.0, ge=0)
-    steps_per_sync: int = Field(0, ge=0, le=64)
+    steps_per_sync: int = Field(0, ge=0, le=MOST_STEPS)
 
 
 def resolve(config: RolloutConfig, device: str, shape: ModelShape, recipe: QuantRecipe) -> RolloutConfig:
