@@ -268,7 +268,7 @@ def sweep(out: Path) -> int:
 
 def merged(out: Path) -> str:
     """One table of the forms that were measured by processes of their own."""
-    from tracefp4.bench.rollout import Row, table
+    from tracefp4.bench.rollout_table import Row, table
 
     rows = []
     for path in sorted(out.glob("*/rollout.json")):

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tracefp4.bench.rollout import Row, UniformModel, main, part_of, ratios, table
+from tracefp4.bench.rollout import UniformModel, main, part_of
+from tracefp4.bench.rollout_table import Row, ratios, table
 from tracefp4.rollout.kernel_model import KernelModel
 
 # fmt: off
@@ -118,7 +119,7 @@ def test_unknown_forms_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--steps-per-sync", "65"], "--steps-per-sync takes 0 to 64, not 65"),
         (["--steps-per-sync", "-1"], "--steps-per-sync takes 0 to 64, not -1"),
-        (["--steps", "0"], "--steps must be at least 1, not 0"),
+        (["--steps", "1"], "--steps must be at least 2, not 1"),
         (["--max-seqs", "0"], "--max-seqs must be at least 1, not 0"),
         (["--forms", "fp5"], "--forms takes bf16, fp4, fp4-recorded, not fp5"),
     ],
