@@ -29,8 +29,11 @@ else
   "$@" &
 fi
 child=$!
-trap 'kill -TERM $child 2>/dev/null' TERM INT  # the command ends first, its state saved
-wait $child
-code=$?
-while kill -0 $child 2>/dev/null; do wait $child; code=$?; done
+trap 'interrupted=1; kill -TERM $child 2>/dev/null' TERM INT  # the command ends first, its state saved
+interrupted=1
+while [ $interrupted = 1 ]; do  # a signal ends wait, and not yet the command
+  interrupted=0
+  wait $child
+  code=$?
+done
 exit $code
