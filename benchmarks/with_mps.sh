@@ -5,10 +5,14 @@
 #   benchmarks/with_mps.sh tracefp4 reproduce main --jobs 12
 #
 # The service is this command's own, with sockets in a folder of its own, and ends with it; no setting of the GPU changes.
-# Where it is not installed or does not take a client, says so and runs the command without. Exit code: the command's.
+# Where it is not installed or does not take a client, says so and runs the command without. Within another with_mps.sh the
+# outer service is used. Exit code: the command's.
 set -uo pipefail
 
 [ $# -ge 1 ] || { sed -n '2,/^set/p' "$0" | grep '^#' | cut -c3-; exit 2; }
+if [ -n "${CUDA_MPS_PIPE_DIRECTORY:-}" ]; then  # two services would take turns on a GPU again
+  exec "$@"
+fi
 control=$(command -v nvidia-cuda-mps-control || ls /usr/local/nvidia/bin/nvidia-cuda-mps-control 2>/dev/null)
 if [ -z "$control" ]; then
   echo "with_mps: nvidia-cuda-mps-control is not installed; runs without" >&2

@@ -57,6 +57,15 @@ def test_a_signal_ends_the_command_first(environment: dict[str, str], tmp_path: 
     assert (tmp_path / "said").read_text().split()[-1] == "quit"
 
 
+def test_inside_a_service_the_command_joins_it(environment: dict[str, str], tmp_path: Path) -> None:
+    inner = [str(SCRIPT), "sh", "-c", 'echo "$CUDA_MPS_PIPE_DIRECTORY"; exit 4']
+    outer = [str(SCRIPT), "sh", "-c", 'echo "$CUDA_MPS_PIPE_DIRECTORY"; "$@"', "sh", *inner]
+    done = subprocess.run(outer, env={**environment, "PYTHON": "true"}, capture_output=True, text=True, timeout=60)
+    first, second = done.stdout.split()
+    assert (done.returncode, first) == (4, second)
+    assert (tmp_path / "said").read_text().split() == ["started", "quit"]
+
+
 def test_without_the_service_the_command_runs_alone(tmp_path: Path) -> None:
     if Path("/usr/local/nvidia/bin/nvidia-cuda-mps-control").exists():
         pytest.skip("the service is installed here")

@@ -84,17 +84,20 @@ def command_line() -> str:
 
 
 def commit() -> str | None:
-    """The commit of the checkout this runs from, with "-dirty" if tracked files differ; None outside one."""
+    """The commit of the checkout this runs from, with "-dirty" if tracked files differ.
+
+    Outside one, as in a container image: what TRACEFP4_COMMIT says, or None.
+    """
     root = Path(__file__).resolve().parents[3]
     try:
         # An installed copy may lie inside some other project's checkout, whose commit says nothing about us.
         project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"]
-        if project != "tracefp4":
-            return None
-        head = _git(root, "rev-parse", "HEAD")
-        return head + ("-dirty" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+        if project == "tracefp4":
+            head = _git(root, "rev-parse", "HEAD")
+            return head + ("-dirty" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, KeyError, tomllib.TOMLDecodeError, subprocess.SubprocessError):
-        return None
+        pass  # no checkout
+    return os.environ.get("TRACEFP4_COMMIT") or None
 
 
 def usable_cores() -> int:
