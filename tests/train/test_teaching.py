@@ -1,6 +1,6 @@
 """The warm start's batches and samples of tasks with several turns, and a warm start that is interrupted."""
 
-import threading
+import os
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ from tracefp4.train.teaching import (
     sample_exchanges,
     supervised_batch,
 )
-from tracefp4.train.warmstart import WarmstartConfig, WarmstartError, run_warmstart
+from tracefp4.train.warmstart import WarmstartConfig, WarmstartError, _Average, run_warmstart
 
 TINY = WarmstartConfig.model_validate(
     {
@@ -104,8 +104,12 @@ def test_a_pass_rate_of_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pass_rate(model, model.tokenizer, CALCULATOR, 1, 0, 40) == (1.0, 22.0)  # type: ignore[arg-type]
 
 
-def test_an_interrupted_warm_start_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = TINY.model_copy(update={"stop": TINY.stop.model_copy(update={"pass_rate_low": 0.0})})
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_an_interrupted_warm_start_gives_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decay: float
+) -> None:
+    stop, optimizer = TINY.stop.model_copy(update={"pass_rate_low": 0.0}), TINY.optimizer
+    config = TINY.model_copy(update={"stop": stop, "optimizer": optimizer.model_copy(update={"average": decay})})
     rates = iter([2.0, 0.5, 2.0, 0.5])  # a jump over the band, then within
 
     def at_random(*_: object) -> tuple[float, float]:
@@ -148,23 +152,39 @@ def test_a_small_vocabulary_and_a_missing_device_are_one_sentence(tmp_path: Path
     assert not (tmp_path / "out").exists()
 
 
-def test_the_next_batch_is_made_ahead_but_not_across_an_evaluation() -> None:
-    made: list[tuple[int, str]] = []
-
+@pytest.mark.parametrize("device", ["cpu", "cuda"])  # no GPU is touched: only processes make the batches
+def test_batches_come_in_order_from_here_or_from_processes(device: str) -> None:
     def make(step: int) -> dict[str, torch.Tensor]:
-        made.append((step, threading.current_thread().name.partition("_")[0]))
-        if step == 5:
-            raise TracefpError("no such step")
-        return {"step": torch.tensor(step)}
+        return {"step": torch.tensor([step, os.getpid()])}
 
-    batches = Batches(make)
-    here = threading.current_thread().name.partition("_")[0]
-    assert [batches.take(step, more=step != 2)["step"].item() for step in range(4)] == [0, 1, 2, 3]
-    assert made[:4] == [(0, here), (1, "batches"), (2, "batches"), (3, here)]
-    assert batches.take(4, more=True)["step"] == 4
-    with pytest.raises(TracefpError, match="no such step"):
-        batches.take(5, more=False)
-    assert batches.take(7, more=False)["step"] == 7  # whatever was made ahead
+    made = [(step, *batch["step"].tolist()) for step, batch in Batches(make, device).of(range(3, 12))]
+    assert [row[:2] for row in made] == [(step, step) for step in range(3, 12)]
+    here = {maker == os.getpid() for *_, maker in made}
+    assert here == {device == "cpu"}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_batch_that_cannot_be_made_is_one_sentence(device: str) -> None:
+    def make(step: int) -> dict[str, torch.Tensor]:
+        raise TracefpError("no such step")
+
+    with pytest.raises(TracefpError, match=r"^no such step$"):
+        next(Batches(make, device).of(range(4)))
+
+
+def test_the_average_is_an_exponential_one_and_starts_anew_from_given_weights() -> None:
+    model = tiny_model(tiny_config())
+    average, name = _Average(model, 0.75), "model.norm.weight"
+    weight, held = model.get_parameter(name), average.model.get_parameter(name)
+    for value in (1.0, 5.0, 9.0):
+        torch.nn.init.constant_(weight, value)
+        average.add(model)
+    assert held.unique().tolist() == [0.75 * (0.75 * 1 + 0.25 * 5) + 0.25 * 9]
+    average.start_from({n: torch.full_like(p, 2.0) for n, p in average.model.state_dict().items()})
+    average.add(model)
+    assert held.unique().tolist() == [0.75 * 2 + 0.25 * 9]
+    assert weight.unique().tolist() == [9.0]
+    assert _Average(model, 0.0).model is model
 
 
 def test_experts_of_a_gpus_warm_start_are_transformers_in_bf16(tmp_path: Path) -> None:

@@ -5,13 +5,13 @@ Shape letters: B problems, T tokens of a padded row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase, Qwen3MoeForCausalLM
 from transformers.integrations.moe import ExpertsInterface
 
@@ -19,6 +19,7 @@ from tracefp4.device import attention_for
 from tracefp4.errors import TracefpError
 from tracefp4.nn.dispatch import Dispatch, grouped_linear
 from tracefp4.tasks import Prompt, SolvedTask, Task, ToolTask, score_all
+from tracefp4.tasks.checks.base import usable_cores
 
 IGNORED_LABEL = -100
 MAX_NEW_TOKENS = 96
@@ -100,21 +101,31 @@ def supervised_batch(
 Batch = dict[str, torch.Tensor]
 
 
-class Batches:
-    """Batches of the optimizer steps in their order; the next is made by a thread while the last one is trained on."""
+class Batches(Dataset[Batch]):
+    """Batches of the optimizer steps in their order. For a GPU they are made by processes beside the training, which
+    would otherwise wait for them about as long as it computes."""
 
-    def __init__(self, make: Callable[[int], Batch]) -> None:
-        self._make = make
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        self._next: tuple[int, Future[Batch]] | None = None
+    WORKERS = 4
 
-    def take(self, step: int, more: bool) -> Batch:
-        """more: whether the next step's may be made from now on; not before what uses the task or its tokenizer too."""
-        ahead, self._next = self._next, None
-        batch = ahead[1].result() if ahead is not None and ahead[0] == step else self._make(step)
-        if more:
-            self._next = step + 1, self._thread.submit(self._make, step + 1)
-        return batch
+    def __init__(self, make: Callable[[int], Batch], device: str) -> None:
+        self._make, self._workers = make, min(self.WORKERS, usable_cores()) if device == "cuda" else 0
+
+    def __getitem__(self, step: int) -> Batch:
+        return self._make(step)
+
+    def of(self, steps: range) -> Iterator[tuple[int, Batch]]:
+        """(step, its batch) of all ``steps``. Raises what ``make`` raises; of the first step at once."""
+        if self._workers and steps:
+            self._make(steps.start)
+        loader = DataLoader(
+            self,
+            batch_size=None,
+            sampler=steps,
+            num_workers=self._workers,
+            prefetch_factor=4 if self._workers else None,
+            multiprocessing_context="fork" if self._workers else None,  # ``make`` holds what cannot be pickled
+        )
+        return zip(steps, loader, strict=True)
 
 
 def _rows(

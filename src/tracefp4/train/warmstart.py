@@ -22,6 +22,7 @@ from typing import Any, Literal, Self
 import torch
 import transformers
 from pydantic import Field, model_validator
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import PreTrainedTokenizerBase, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tracefp4.config import StrictModel, load_config
@@ -71,7 +72,11 @@ class ModelConfig(StrictModel):
 
 
 class OptimizerConfig(StrictModel):
-    """AdamW on FP32 parameters, linear warm-up, then a constant rate: the stop rule ends the run."""
+    """AdamW on FP32 parameters, linear warm-up, then a constant rate: the stop rule ends the run.
+
+    With average > 0 what is evaluated and written is the exponential moving average of the weights: it has the accuracy
+    that a falling rate would bring, at whichever step the stop rule ends the run.
+    """
 
     batch_size: int = Field(default=32, ge=1, le=2**16)
     learning_rate: float = Field(default=2e-3, gt=0, le=1)
@@ -95,6 +100,12 @@ class OptimizerConfig(StrictModel):
         lt=1,
         description="share of the written solutions that hold one slip: a policy that has seen careless solutions "
         "errs at random, which RL can mend, rather than by lack of skill",
+    )
+    average: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="decay of the moving average of the weights, e.g. 0.995 for 200 steps; 0: the weights themselves",
     )
 
 
@@ -232,24 +243,27 @@ def train(
     )
     curriculum = Curriculum(task, config)
     teacher = Teacher(task, options.mistake_share)
-    batches = Batches(lambda step: supervised_batch(teacher, curriculum.prompts(step), tokenizer))
+    average = _Average(model, options.average)
     peak_rate, below, steps_of_below, rate = options.learning_rate, _snapshot(model), 0, 0.0
     steps = first = 0
     if progress is not None and progress.exists():
         kept = torch.load(progress, map_location=model.device, weights_only=True)
         model.load_state_dict(kept["model"])
         optimizer.load_state_dict(kept["optimizer"])
+        average.start_from(kept["average"])
         peak_rate, below, steps_of_below, rate, steps, first, spent = (kept[name] for name in _PROGRESS)
         started -= spent
-    for data_step in range(first, options.max_steps):
+    batches = Batches(lambda step: supervised_batch(teacher, curriculum.prompts(step), tokenizer), model.device.type)
+    for data_step, batch in batches.of(range(first, options.max_steps)):
         for group in optimizer.param_groups:
             group["lr"] = peak_rate * min(1.0, (data_step + 1) / max(1, options.warmup_steps))
         evaluates = (data_step + 1) % stop.eval_every == 0 or data_step + 1 == options.max_steps
-        loss = _update(model, optimizer, batches.take(data_step, more=not evaluates), options.max_grad_norm)
+        loss = _update(model, optimizer, batch, options.max_grad_norm)
+        average.add(model)
         steps += 1
         if not evaluates:
             continue
-        rate, length = pass_rate(model, tokenizer, task, stop.eval_problems, config.seed, stop.max_new_tokens)
+        rate, length = pass_rate(average.model, tokenizer, task, stop.eval_problems, config.seed, stop.max_new_tokens)
         elapsed = time.monotonic() - started
         print(
             f"step {steps:5d}  loss {float(loss):.4f}  held-out pass rate {rate:.3f} (n = {stop.eval_problems})  "
@@ -257,18 +271,43 @@ def train(
             flush=True,
         )
         if stop.pass_rate_low <= rate <= stop.pass_rate_high:
+            model.load_state_dict(average.model.state_dict())
             return TrainOutcome(steps, rate, True, elapsed)
         if rate > stop.pass_rate_high:
             model.load_state_dict(below)
+            average.start_from(below)
             steps, peak_rate = steps_of_below, peak_rate / 2
             print(f"over the band: back to step {steps} at learning rate {peak_rate:.1e}", flush=True)
         else:
-            below, steps_of_below = _snapshot(model), steps
+            below, steps_of_below = _snapshot(average.model), steps
         if progress is not None:
             values = (peak_rate, below, steps_of_below, rate, steps, data_step + 1, elapsed)
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            state |= {"average": average.model.state_dict()}
             save_progress(progress, state | dict(zip(_PROGRESS, values, strict=True)))
+    model.load_state_dict(average.model.state_dict())
     return TrainOutcome(steps, rate, False, time.monotonic() - started)
+
+
+class _Average:
+    """Moving average of a model's weights, itself a model; with decay 0 the model itself."""
+
+    def __init__(self, model: Qwen3MoeForCausalLM, decay: float) -> None:
+        self._averaged, self.model = None, model
+        if decay:
+            self._averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
+            assert isinstance(self._averaged.module, Qwen3MoeForCausalLM)
+            self.model = self._averaged.module
+
+    def add(self, model: Qwen3MoeForCausalLM) -> None:
+        if self._averaged is not None:
+            self._averaged.update_parameters(model)
+
+    def start_from(self, weights: dict[str, torch.Tensor]) -> None:
+        """The average is these weights, and goes on from them."""
+        if self._averaged is not None:
+            self.model.load_state_dict(weights)
+            self._averaged.n_averaged.fill_(1)
 
 
 _PROGRESS = ("peak_rate", "below", "steps_of_below", "rate", "steps", "data_step", "seconds")
