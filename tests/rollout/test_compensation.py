@@ -28,6 +28,9 @@ def recipe_of(rule: str, select: str = "channels", share: float = 0.5, **parts: 
     return QuantRecipe(num_layers=2, **formats, compensation=Compensation(rule, select, share))
 
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def inputs(seed: int = 0) -> tuple[Tensor, Tensor]:
     """(x BF16 [24, 64] with outlier channels, w FP32 [48, 64])."""
     g = torch.Generator().manual_seed(seed)
@@ -220,6 +223,23 @@ def test_beside_the_kernels_the_product_is_that_of_the_torch_path(method: str) -
     assert float((got != y).float().mean()) < 0.02  # BF16 values at a rounding border of the FP32 sum
     assert torch.allclose(got.float(), y.float(), rtol=2**-7, atol=1e-4)
     assert made.compensation.metrics() == pytest.approx(facts, rel=1e-6)
+
+
+@pytest.mark.parametrize("scale", ["row", "row-pow2"])
+@pytest.mark.parametrize("rule", ["quads", "resq"])
+def test_the_kernels_quantize_residuals_to_the_same_bits(rule: str, scale: str) -> None:
+    x, _ = inputs()
+    x = x.to(DEVICE)
+    recipe = QuantRecipe(2, "nvfp4", "nvfp4", "nvfp4", encode_scale=scale, compensation=Compensation(rule))
+    blocks = get_format("nvfp4").quantize(x, encode_scale=scale)
+    real = torch.arange(len(x), device=DEVICE) < len(x) - 1
+    plain, kernel = (ResidualCompensation.of(recipe, backend) for backend in ("torch", "triton"))
+    assert plain is not None
+    assert kernel is not None
+    want, got = plain.residual(x, blocks, real), kernel.residual(x, blocks, real)
+    for name in ("codes", "scales", "encode_scale"):
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
+    assert kernel.metrics() == plain.metrics() != {}
 
 
 @pytest.mark.parametrize("method", ["quads", "resq"])

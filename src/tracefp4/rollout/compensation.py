@@ -13,22 +13,27 @@ import torch
 from torch import Tensor
 
 from tracefp4.formats import QuantizedBlocks, get_format
+from tracefp4.kernels.quantize_record import quantize_record
 from tracefp4.recipe import Compensation, QuantRecipe
 
 
 class ResidualCompensation:
-    """The second operand of a quantized expert product, and sums of what it gives back."""
+    """The second operand of a quantized expert product, and sums of what it gives back.
 
-    def __init__(self, recipe: QuantRecipe, compensation: Compensation) -> None:
+    backend: of quantizing, "torch" or "triton"; the bits are the same.
+    """
+
+    def __init__(self, recipe: QuantRecipe, compensation: Compensation, backend: str = "torch") -> None:
         assert recipe.activations is not None
+        self.backend = backend
         self.format = get_format(recipe.activations)
         self.encode_scale = recipe.site_encode_scale("expert_input")
         self.compensation = compensation
         self._sums: Tensor | None = None
 
     @staticmethod
-    def of(recipe: QuantRecipe) -> ResidualCompensation | None:
-        return None if recipe.compensation is None else ResidualCompensation(recipe, recipe.compensation)
+    def of(recipe: QuantRecipe, backend: str = "torch") -> ResidualCompensation | None:
+        return None if recipe.compensation is None else ResidualCompensation(recipe, recipe.compensation, backend)
 
     def residual(self, x_NI: Tensor, blocks: QuantizedBlocks, real_N: Tensor | None = None) -> QuantizedBlocks:
         """The second product's operand in the packed form that a kernel reads: Q(R_C) or S(Q(R)).
@@ -79,13 +84,11 @@ class ResidualCompensation:
         return {"compensation/kept_share": kept / residual, "compensation/error_left": left / residual}
 
     def _quantize(self, r_NI: Tensor) -> QuantizedBlocks:
-        return self.format.quantize(r_NI, encode_scale=self.encode_scale)
+        return quantize_record(r_NI, self.format.name, self.encode_scale, backend=self.backend)
 
     def _count(self, r_NI: Tensor, second_NI: Tensor) -> None:
         """Adds on the device, into memory that a captured graph can add to: nothing is read back before ``metrics``."""
-        energy = r_NI.square().sum()
-        kept = torch.where(second_NI != 0, r_NI, 0.0).square().sum()
-        sums = torch.stack([energy, kept, (r_NI - second_NI).square().sum()]).double()
+        sums = torch.stack([r_NI, r_NI * (second_NI != 0), r_NI - second_NI]).square().sum((1, 2)).double()
         if self._sums is None:
             self._sums = torch.zeros_like(sums)
         self._sums += sums

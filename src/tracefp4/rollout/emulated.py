@@ -12,7 +12,7 @@ from torch import Tensor
 from tracefp4.formats import QuantizedBlocks, get_format
 from tracefp4.guidance import pack_rows
 from tracefp4.kernels.grouped_experts import ExpertMatrices
-from tracefp4.kernels.quantize_record import TRITON_FORMATS, RecordTarget
+from tracefp4.kernels.quantize_record import TRITON_FORMATS, RecordTarget, quantize_record
 from tracefp4.kernels.quantize_record.ref import NVFP4_PLANES
 from tracefp4.recipe import QuantRecipe
 from tracefp4.rollout.compensation import ResidualCompensation
@@ -51,12 +51,14 @@ def emulated_experts(
     recipe: QuantRecipe,
     compensation: ResidualCompensation | None,
     real_N: Tensor,
+    backend: str = "torch",
 ) -> Tensor:
     """A mixture's MLP over emulated FP4 values, [N, I] in x's dtype.
 
     Every expert multiplies every row, in FP32, and the chosen ones are taken: a multiple of the work, which pays for
     few and small experts. Rounded where the torch path of the engine rounds. blocks: x, quantized, or None where
-    activations are not. real: bool [N], False for padding, see ``ResidualCompensation.residual``.
+    activations are not. real: bool [N], False for padding, see ``ResidualCompensation.residual``. backend: of
+    quantizing, "torch" or "triton".
     """
     N, K = chosen_NK.shape
     chosen_M, pairs = chosen_NK.reshape(-1), torch.arange(N * K, device=x_NI.device)
@@ -68,8 +70,7 @@ def emulated_experts(
     hidden = (torch.nn.functional.silu(gate) * up).to(x_NI.dtype)
     second = None
     if recipe.activations is not None:
-        fmt = get_format(recipe.activations)
-        second = fmt.quantize(hidden, encode_scale=recipe.site_encode_scale("expert_input"))
+        second = quantize_record(hidden, recipe.activations, recipe.site_encode_scale("expert_input"), backend=backend)
     operand, epilogue = _operand(hidden, second, compensation, real_N.repeat_interleave(K))
     out = _products(operand, down)[chosen_M, pairs]
     out = (out if epilogue is None else out * epilogue).to(x_NI.dtype)

@@ -27,6 +27,7 @@ from tracefp4.kernels.grouped_experts import ExpertMatrices, PackedExperts, rout
 from tracefp4.kernels.paged_attention import paged_decode
 from tracefp4.kernels.quantize_record import RecordTarget, quantize_record
 from tracefp4.recipe import QuantRecipe, quantize_expert_weights
+from tracefp4.rollout.compensation import ResidualCompensation
 from tracefp4.rollout.emulated import emulated_experts, emulates_experts, fuses_record, record_rows
 from tracefp4.rollout.model import Experts, Layer, ModelShape, RolloutModel
 from tracefp4.rollout.paged_pool import PagedPool
@@ -93,6 +94,7 @@ class KernelModel(RolloutModel):
     ) -> None:
         super().__init__(shape, recipe, dtype, device)
         self.backend = backend
+        self.compensation = ResidualCompensation.of(recipe, backend)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """As ``RolloutModel.load``, without a second copy of all weights: checks everything, then writes in place."""
@@ -226,7 +228,8 @@ class KernelModel(RolloutModel):
             assert isinstance(layer.down, ExpertMatrices)
             blocks = None if r.activations is None else self._quantized_input(h_NH, targets)
             matrices, real = (layer.gate_up, layer.down), step.positions >= 0
-            return emulated_experts(h_NH, blocks, chosen, gates, *matrices, r, self.compensation, real), None
+            c, backend = self.compensation, self.backend
+            return emulated_experts(h_NH, blocks, chosen, gates, *matrices, r, c, real, backend), None
         fused = r.activations is not None and bool(targets) and fuses_record(r.activations, targets[0].bits)
         x: Tensor | QuantizedBlocks = h_NH
         if others := targets[fused:]:  # the same slots, in other widths
