@@ -3,9 +3,10 @@
     PYTHONPATH=src python benchmarks/compile_kernels.py [--target sm_90] [--only TEXT] [--multiprocessors 132]
 
 The launchers run as they are, over tensors without storage, and Triton compiles instead of launching; so what is
-compiled is what a GPU would be handed, pair layouts (`triton_layout`) looked at. Per kernel and setting: registers
-and spilled bytes of a thread, bytes of shared memory. Exit code 1 where one does not compile, or asks for more shared
-memory than a program may have. TRITON_INTERPRET must not be set. What is compiled once stays in Triton's cache.
+compiled is what a GPU would be handed, its layouts looked at as at every launch (`triton_layout`). Per kernel and
+setting: registers and spilled bytes of a thread, bytes of shared memory. Exit code 1 where one does not compile, asks
+for more shared memory than a program may have, or has a layout that it must not have. TRITON_INTERPRET must not be set.
+What is compiled once stays in Triton's cache.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +34,7 @@ from triton.runtime.jit import JITFunction
 from tracefp4.kernels.decoder_ops import triton as decoder_ops
 from tracefp4.kernels.grouped_experts import PackedExperts
 from tracefp4.kernels.grouped_experts import triton as grouped_experts
+from tracefp4.kernels.guided_round import triton as guided_round
 from tracefp4.kernels.paged_attention import PagedCache
 from tracefp4.kernels.paged_attention import triton as paged_attention
 from tracefp4.kernels.quantize_record import RecordTarget
@@ -43,6 +46,8 @@ from tracefp4.kernels.triton_math import use_dependent_launch
 SHARED_LIMIT = {80: 166912, 86: 101376, 87: 166912, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376}
 """Bytes of shared memory that one program may have, by compute capability (CUDA programming guide)."""
 HIDDEN, WIDTH, EXPERTS, TOP, HEADS, KV_HEADS, VOCAB, PAGE = 2048, 768, 128, 8, 32, 4, 151936, 64  # Qwen3-30B-A3B
+MIXTURES = ((HIDDEN, WIDTH, EXPERTS, TOP), (128, 128, 8, 2), (256, 128, 16, 4))
+"""(hidden, expert width, experts, experts a token) of Qwen3-30B-A3B, of the task ladder and of recipes/large.toml."""
 Case = tuple[str, Callable[[], Any]]
 
 
@@ -118,25 +123,26 @@ def target_of(N: int, K: int, bits: float, scale: bool) -> RecordTarget:
     return RecordTarget(payload, empty(N, dtype=torch.int64), bits, scales)
 
 
-def packed(O: int, I: int) -> PackedExperts:
+def packed(E: int, O: int, I: int) -> PackedExperts:
     T = I // 128
-    words, scales = empty(EXPERTS, T, O, 16, dtype=torch.int32), empty(EXPERTS, T, O, 8, dtype=torch.uint8)
-    return PackedExperts(words, scales, empty(EXPERTS, dtype=torch.float32))
+    words, scales = empty(E, T, O, 16, dtype=torch.int32), empty(E, T, O, 8, dtype=torch.uint8)
+    return PackedExperts(words, scales, empty(E, dtype=torch.float32))
 
 
 def expert_cases() -> Iterator[Case]:
     """At every range of `default_config`, and what changes with the number of rows besides it."""
-    for form in ("W4A4", "W4A16", "BF16"):
-        make = partial(empty, EXPERTS) if form == "BF16" else packed
-        gate_up, down = make(2 * WIDTH, HIDDEN), make(HIDDEN, WIDTH)
+    for (hidden, width, E, top), form in product(MIXTURES, ("W4A4", "W4A16", "BF16")):
+        make = partial(empty, E) if form == "BF16" else partial(packed, E)
+        gate_up, down = make(2 * width, hidden), make(hidden, width)
         activations = "nvfp4" if form == "W4A4" else None
-        for N in (1, 31, 128, 256, 499, 1024, 2048, 8192):
-            choice = empty(N, TOP, dtype=torch.int64), empty(N, TOP, dtype=torch.float32)
-            run = partial(grouped_experts.routed_experts, empty(N, HIDDEN), *choice, gate_up, down, activations)
+        for N in (1, 31, 128, 256, 499, 600, 1024, 2048, 8192):
+            choice = empty(N, top, dtype=torch.int64), empty(N, top, dtype=torch.float32)
+            run = partial(grouped_experts.routed_experts, empty(N, hidden), *choice, gate_up, down, activations)
             for scale in ("row", "row-pow2") if form == "W4A4" else ("row",):
                 for bits in (None, 1.125) if form == "W4A4" else (None,):
-                    record = None if bits is None else target_of(N, HIDDEN, bits, True)
-                    yield f"experts {form} {N} rows, {scale}, {bits} bits", partial(run, scale, record=record)
+                    record = None if bits is None else target_of(N, hidden, bits, True)
+                    name = f"experts {form} {N} rows of {hidden}, {scale}, {bits} bits"
+                    yield name, partial(run, scale, record=record)
 
 
 def cache_of(fp4: bool, G: int, D: int, pages: int) -> PagedCache:
@@ -161,11 +167,11 @@ def attention_cases() -> Iterator[Case]:
 
 def quantize_cases() -> Iterator[Case]:
     for N in (499, 4096):
-        for scale in ("row", "row-pow2", 1.0):
+        for scale, K in product(("row", "row-pow2", 1.0), (HIDDEN, 256, 128)):
             for bits in (None, 1.125, 4.5):
-                record = None if bits is None else target_of(N, HIDDEN, bits, isinstance(scale, str))
-                run = partial(quantize_record.quantize_record, empty(N, HIDDEN), "nvfp4", scale, record)
-                yield f"quantize {N} rows, {scale}, {bits} bits", run
+                record = None if bits is None else target_of(N, K, bits, isinstance(scale, str))
+                run = partial(quantize_record.quantize_record, empty(N, K), "nvfp4", scale, record)
+                yield f"quantize {N} rows of {K}, {scale}, {bits} bits", run
         for D in (64, 128, 256):
             qkv = empty(N, HEADS + 2 * KV_HEADS, D)
             k, v = qkv[:, HEADS : HEADS + KV_HEADS], qkv[:, HEADS + KV_HEADS :]
@@ -177,13 +183,25 @@ def quantize_cases() -> Iterator[Case]:
                 yield f"write K and V D={D}, {N} rows, {bits} bits", run
 
 
+def training_cases() -> Iterator[Case]:
+    for N, K, bits in product((499, 4096), (HIDDEN, 256, 128), (None, 1.125, 4.5)):
+        code_planes, scale_planes = (0, 0) if bits is None else planes("nvfp4", bits)
+        record = None if bits is None else target_of(N, K, bits, True)
+        parts = (None, None) if record is None else (record.payload[:N], record.encode_scale)
+        valid = None if record is None else empty(N, dtype=torch.bool)
+        run = partial(guided_round.round_rows, empty(N, K), "nvfp4", "row-pow2", *parts, valid)
+        yield f"round {N} rows of {K}, {bits} bits", partial(run, code_planes, scale_planes, "cell")
+    yield "largest of a matrix", partial(guided_round.group_amax, empty(EXPERTS, 2 * WIDTH * HIDDEN))
+
+
 def decoder_cases() -> Iterator[Case]:
     N = 499
-    x = empty(N, HIDDEN)
-    for y in (None, x):
-        yield "norm", partial(decoder_ops.add_norm, x, y, empty(HIDDEN), 1e-6)
-    gates = empty(N, TOP, dtype=torch.float32)
-    yield "norm", partial(decoder_ops.add_norm, x, empty(N, TOP, HIDDEN), empty(HIDDEN), 1e-6, gates)
+    for hidden, _, _, top in MIXTURES:
+        x = empty(N, hidden)
+        for y in (None, x):
+            yield "norm", partial(decoder_ops.add_norm, x, y, empty(hidden), 1e-6)
+        gates = empty(N, top, dtype=torch.float32)
+        yield "norm", partial(decoder_ops.add_norm, x, empty(N, top, hidden), empty(hidden), 1e-6, gates)
     yield "router", partial(decoder_ops.choose_experts, empty(N, EXPERTS), TOP, True)
     for D in (64, 128, 256):
         qkv, tables = empty(N, (HEADS + 2 * KV_HEADS) * D), [empty(4096, D // 2, dtype=torch.float32)] * 2
@@ -226,7 +244,7 @@ def main() -> int:
     print(f"Triton {triton.__version__}, {args.target}, {compiled.limit} bytes of shared memory")
     for dependent in (False, True):
         use_dependent_launch(dependent)
-        for cases in (expert_cases, attention_cases, quantize_cases, decoder_cases):
+        for cases in (expert_cases, attention_cases, quantize_cases, training_cases, decoder_cases):
             for name, run in cases():
                 if args.only not in name:
                     continue

@@ -67,6 +67,15 @@ def test_equals_the_reference(case: str, N: int, E: int, K: int, hidden: int, wi
     close(got, routed_experts(**args, backend="torch", **options))
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="under the interpreter nothing is laid out over lanes")
+@pytest.mark.parametrize("N", [520, 1100])
+def test_many_rows_of_a_narrow_model(N: int) -> None:
+    """Rows of 128 beside a routing of 1024 and more choices: Triton 3.6 once summed over wrong lanes here."""
+    args = problem(N, 8, 2, 128, 128, True)
+    got = routed_experts(**on(DEVICE, args), backend="triton", activations="nvfp4", encode_scale="row-pow2")
+    close(got, routed_experts(**args, backend="torch", activations="nvfp4", encode_scale="row-pow2"))
+
+
 @pytest.mark.parametrize("case", ["W4A4", "BF16"])
 @pytest.mark.parametrize(("outputs", "down", "tails", "bulk"), [(64, 128, 2, False), (128, 64, 1, True)])
 def test_strips_give_the_same_bits(case: str, outputs: int, down: int, tails: int, bulk: bool) -> None:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tracefp4.kernels.errors import KernelError
-from tracefp4.kernels.triton_layout import require_pairs
+from tracefp4.kernels.triton_layout import Checked, require_pairs, require_reductions
 
 LAYOUTS = """
 #blocked = #ttg.blocked<{sizePerThread = [1, 4], threadsPerWarp = [2, 16], warpsPerCTA = [1, 1], order = [1, 0]}>
@@ -51,5 +51,66 @@ def test_only_layouts_that_the_ptx_means_pass(ptx: str, encoding: str, passes: b
             require_pairs(compiled(ptx, encoding))
 
 
+REDUCED = """
+#rows = #ttg.blocked<{sizePerThread = [1, 1], threadsPerWarp = [2, 16], warpsPerCTA = [8, 1], order = [1, 0]}>
+#near = #ttg.linear<{register = [], lane = [[4, 0], [0, 1], [0, 2], [2, 0], [1, 0]], warp = [[0, 4]], block = []}>
+#far = #ttg.linear<{register = [], lane = [[0, 4], [2, 0], [4, 0], [0, 8], [0, 1]], warp = [[0, 0]], block = []}>
+#cube = #ttg.linear<{register = [], lane = [[0, 1, 0], [0, 0, 1], [0, 2, 0], [1, 0, 0]], warp = [], block = []}>
+"""
+SUM = """
+    %m = "tt.reduce"(%x) <{axis = AXIS : i32}> ({
+    ^bb0(%a: f32 loc("a"), %b: f32 loc("b")):
+      %c = arith.addf %a, %b : f32 loc(#loc)
+      tt.reduce.return %c : f32 loc(#loc)
+    }) : (tensor<TYPE>) -> tensor<8xf32, #ttg.slice<{dim = 1, parent = #rows}>> loc(#loc)
+"""
+
+
+def reducing(*sums: tuple[str, int]) -> SimpleNamespace:
+    text = "".join(SUM.replace("TYPE", kind).replace("AXIS", str(axis)) for kind, axis in sums)
+    return _Kernel(asm={"ttgir": REDUCED + text})
+
+
+@pytest.mark.parametrize(
+    ("kind", "axis", "passes"),
+    [
+        ("8x16xf32, #rows", 1, True),
+        ("8x16xf32, #near", 0, False),
+        ("8x16xf32, #near", 1, True),
+        ("8x16xf32, #far", 0, True),
+        ("8x16xf32, #far", 1, False),
+        ("2x2xf32, #ttg.slice<{dim = 1, parent = #cube}>", 0, True),
+        ("4x2xf32, #ttg.slice<{dim = 0, parent = #cube}>", 0, False),
+        ("8x16xf32, #rows>, tensor<8x16xi32, #far", 1, False),
+    ],
+)
+def test_only_sums_over_neighbouring_lanes_pass(kind: str, axis: int, passes: bool) -> None:
+    """#far is what Triton 3.6 laid out and summed wrongly: lanes 0, 3 and 4 along the axis."""
+    if passes:
+        require_reductions(reducing(("8x16xf32, #rows", 1), (kind, axis)))
+    else:
+        with pytest.raises(KernelError, match=r"lanes that are not neighbours"):
+            require_reductions(reducing(("8x16xf32, #rows", 1), (kind, axis)))
+
+
+def test_a_checked_kernel_is_looked_at_when_it_is_launched() -> None:
+    launched: list[object] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            def launch(*operands: int, **options: int) -> object:
+                launched.append((grid, operands, options))
+                return reducing(("8x16xf32, #far", options["axis"]))
+
+            return launch
+
+    kernel = Checked(Kernel())
+    assert kernel[(3,)](1, 2, axis=0).asm
+    with pytest.raises(KernelError, match="another number of warps"):
+        kernel[(4,)](5, axis=1)
+    assert launched == [((3,), (1, 2), {"axis": 0}), ((4,), (5,), {"axis": 1})]
+
+
 def test_the_interpreter_compiles_nothing() -> None:
     require_pairs(None)
+    require_reductions(None)

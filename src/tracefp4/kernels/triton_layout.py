@@ -1,12 +1,14 @@
-"""A look at what Triton compiled: PTX that takes two elements at a time means two certain ones.
+"""A look at what Triton compiled, once for every compiled kernel: one that would compute nonsense is refused instead.
 
-Which two the compiler hands it follows from the layout that it chose, and Triton promises none. So every compiled
-kernel is looked at once, and one with another layout is refused instead of computing nonsense.
+PTX that takes two elements at a time means two certain ones; which two the compiler hands it follows from the layout
+that it chose, and Triton promises none. And Triton 3.6 sums over wrong lanes where a reduced axis is spread over lanes
+that are not neighbours (docs/LOG.md): it exchanges values over as many lanes in a row, whichever those are.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -15,6 +17,9 @@ from tracefp4.kernels.errors import KernelError
 _OPERATION = re.compile(
     r'elementwise_inline_asm "(?P<ptx>[^"]*)".*?packed_element = 2 .*? : tensor<(?P<type>.*)$', re.M
 )
+_REDUCTION = re.compile(r'"tt\.reduce"\(.*?\) <\{axis = (?P<axis>\d+) : i32\}> .*?\}\) : \((?P<types>[^)]*)\) ->', re.S)
+_LINEAR = re.compile(r"#ttg\.linear<\{.*?lane = \[(?P<lanes>.*?)\], warp = ")
+_SLICE = re.compile(r"#ttg\.slice<\{dim = (?P<dim>\d+), parent = (?P<parent>#\w+|#ttg\..*\}>)\}>$")
 _NAMED = re.compile(r"^(#\w+) = (#ttg\..*)$", re.M)
 _ENCODING = re.compile(r", (#ttg\.\w+<\{.*?\}>|#\w+)>")
 # Two neighbours of a row lie side by side in a thread: as a first operand, or in a layout whose lowest bit is theirs.
@@ -43,3 +48,52 @@ def require_pairs(kernel: Any) -> None:
                 f"this version of Triton lays operands out as the kernel's PTX does not expect them ({encoding}); "
                 "choose backend 'torch', or Triton 3.6"
             )
+
+
+@cache
+def require_reductions(kernel: Any) -> None:
+    """Raises KernelError if a compiled kernel reduces over lanes that are not neighbours; None (interpreter) passes."""
+    if kernel is None:
+        return
+    text = kernel.asm["ttgir"]
+    named = dict(_NAMED.findall(text))
+    for reduction in _REDUCTION.finditer(text):
+        for operand in re.findall(r"tensor<[^#]*, (#.*?)>(?=, tensor|$)", reduction["types"]):
+            moved = [steps[int(reduction["axis"])] != 0 for steps in _lanes(operand, named)]
+            if True in moved:
+                first, last = moved.index(True), len(moved) - moved[::-1].index(True)
+                if not all(moved[first:last]):
+                    raise KernelError(
+                        f"this version of Triton reduces over lanes that are not neighbours ({operand}), which it gets "
+                        "wrong; choose backend 'torch', or another number of warps"
+                    )
+
+
+def _lanes(encoding: str, named: dict[str, str]) -> list[list[int]]:
+    """How each bit of the lane moves along the dimensions, of a linear layout or a slice of one; [] of another layout,
+    whose lanes along a dimension are neighbours."""
+    encoding = named.get(encoding, encoding)
+    if (linear := _LINEAR.match(encoding)) is not None:
+        return [[int(step) for step in lane.split(",")] for lane in re.findall(r"\[([^\]]*)\]", linear["lanes"])]
+    if (part := _SLICE.match(encoding)) is not None:
+        dim = int(part["dim"])
+        return [steps[:dim] + steps[dim + 1 :] for steps in _lanes(part["parent"], named)]
+    return []
+
+
+class Checked:
+    """Decorates a kernel that is launched: what was compiled for a launch is looked at by ``require_reductions``."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        """The launch, which returns the compiled kernel, as Triton's does."""
+        launch = self.function[grid]
+
+        def run(*operands: Any, **options: Any) -> Any:
+            kernel = launch(*operands, **options)
+            require_reductions(kernel)
+            return kernel
+
+        return run

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tracefp4.kernels.paged_attention.cache import PagedCache
+from tracefp4.kernels.triton_layout import Checked
 from tracefp4.kernels.triton_math import IEEE, decode_e2m1, decode_e4m3, follow, following, from_bf16, to_bf16
 
 
@@ -18,6 +19,7 @@ def _inverse_rms(total, I: tl.constexpr, eps):
     return tl.div_rn(tl.zeros_like(total) + 1.0, tl.sqrt_rn(mean + eps))
 
 
+@Checked
 @triton.jit
 def _add_norm(
     x, y, gates, weight, total_out, out, eps, I: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, K: tl.constexpr,
@@ -46,6 +48,7 @@ def _add_norm(
     tl.store(out + row * I + i, to_bf16(v * inverse * w), mask=real)
 
 
+@Checked
 @triton.jit
 def _norm_rotate(
     qkv, q_norm, k_norm, cos, sin, positions, q_out, k_out, eps,
@@ -69,6 +72,7 @@ def _norm_rotate(
     tl.store(target + D // 2 + d, to_bf16(x2 * c + x1 * s))
 
 
+@Checked
 @triton.jit
 def _choose_experts(
     logits, gates, chosen, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, NORM: tl.constexpr,
@@ -96,6 +100,7 @@ def _choose_experts(
     tl.store(chosen + row * K + k, number.to(tl.int64), mask=k < K)
 
 
+@Checked
 @triton.jit
 def _write_dense(k, v, k_out, v_out, slots, k_stride, v_stride, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
     row, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -115,6 +120,7 @@ def _half_word_code(half, i):
     return tl.where(i < 2, a, b)
 
 
+@Checked
 @triton.jit
 def _read_rows(
     k, v, k_scales, v_scales, slots, k_out, v_out, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr

@@ -33,7 +33,7 @@ from tracefp4.kernels.grouped_experts.triton_products import (
 )
 from tracefp4.kernels.quantize_record.ref import RecordTarget, planes
 from tracefp4.kernels.quantize_record.triton import store_record
-from tracefp4.kernels.triton_layout import require_pairs
+from tracefp4.kernels.triton_layout import Checked, require_pairs
 from tracefp4.kernels.triton_math import (
     IEEE,
     block_amax,
@@ -102,6 +102,7 @@ def _route_expert(experts, order, table, e, M, limit, E: tl.constexpr, R: tl.con
     _nobodys(table, first + blocks, limit if e == E - 1 else _first_entry(e + 1, stop, R))
 
 
+@Checked
 @triton.jit(do_not_specialize=["M", "limit"])
 def _route(experts, order, table, M, limit, E: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
     """Program e: `_route_expert`."""
@@ -109,6 +110,7 @@ def _route(experts, order, table, M, limit, E: tl.constexpr, R: tl.constexpr, CH
     _route_expert(experts, order, table, tl.program_id(0), M, limit, E, R, CHUNK)
 
 
+@Checked
 @triton.jit(do_not_specialize=["M"])
 def _route_counts(experts, counts, M, CHUNK, EP: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr):
     """How often each expert is chosen among the CHUNK choices of program c: counts int32 [C, EP]."""
@@ -123,6 +125,7 @@ def _route_counts(experts, counts, M, CHUNK, EP: tl.constexpr, STEP: tl.constexp
     tl.store(counts + c * EP + bins, found)
 
 
+@Checked
 @triton.jit(do_not_specialize=["M", "C", "limit"])
 def _route_ranks(
     experts, counts, order, table, M, C, CHUNK, limit,
@@ -169,6 +172,7 @@ def _in_order(y, NB: tl.constexpr):
     return tl.reshape(tl.permute(y, (0, 2, 5, 3, 1, 4)), (NB * 16,))
 
 
+@Checked
 @triton.jit(do_not_specialize=["M", "limit"])
 def _operand_rows(
     x, codes_in, scales_in, s_in, out, factor_out, payload, record_scale, slots, x_stride,
@@ -252,6 +256,7 @@ def _block_of_rows(order, start, stop, R: tl.constexpr):
     return m, real, tl.load(order + m, mask=real, other=0)
 
 
+@Checked
 @triton.jit
 def _products_fp4(
     x, factor, words, weight_scales, epilogue, out, order, table,
@@ -308,6 +313,7 @@ def _products_fp4(
     tl.store(out + target[None, :] * WIDTH + o[:, None], to_bf16(y), mask=wanted & (o < WIDTH)[:, None])
 
 
+@Checked
 @triton.jit
 def _weighted_sum(rows, gates, out, K: tl.constexpr, O: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out [N, O] = sum over k, in order, of gates [N, K] times rows BF16 [N, K, O]; FP32, rounded once."""
@@ -473,7 +479,8 @@ def operand_rows(
     record_scale = None if record is None else record.encode_scale
     warps = min(8, max(1, blocks // (64 if N >= 1024 else 32)))
     if beside is not None:
-        warps = max(warps, min(8, beside.chunk // 256))
+        # No more than have a value each: with more, Triton 3.6 reduces a row over wrong lanes (`triton_layout`).
+        warps = max(warps, min(8, beside.chunk // 256, blocks // 2))
     if N:
         _operand_rows[(N + (0 if beside is None else beside.num_experts),)](
             values, None if codes is None else codes.codes.view(torch.int32), None if codes is None else codes.scales,

@@ -19,6 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tracefp4.kernels.triton_layout import Checked
 from tracefp4.kernels.triton_math import dot, follow, from_bf16, to_bf16
 from tracefp4.kernels.triton_unpack import block_scales, spread_columns, unpack
 
@@ -201,6 +202,7 @@ def table_entry(table, block):
     return entry >> 48, start, start + ((entry >> 32) & 0xFFFF).to(tl.int32)
 
 
+@Checked
 @triton.jit(do_not_specialize=["blocks"])
 def products_fp4(
     x, factor, words, weight_scales, epilogue, out, order, table, blocks,
@@ -255,6 +257,7 @@ def products_fp4(
         )  # fmt: skip
 
 
+@Checked
 @triton.jit(do_not_specialize=["blocks"])
 def products_dense(
     x, weights, out, order, table, blocks,

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tracefp4.formats import get_format
+from tracefp4.kernels.triton_layout import Checked
 from tracefp4.kernels.triton_math import (
     IEEE,
     block_amax,
@@ -84,6 +85,7 @@ def _own_scale(
         return encode_scale_of(tl.max(amax, axis=0, keep_dims=True), ENCODE_MAX, POW2)
 
 
+@Checked
 @triton.jit
 def _round_rows(
     x, out, own_scale, payload, record_scale, valid, x_stride,
@@ -143,6 +145,7 @@ def _round_rows(
     tl.store(out + row * K + i, y, mask=i < K)
 
 
+@Checked
 @triton.jit
 def _partial_amax(x, out, M, BLOCK: tl.constexpr, STEPS: tl.constexpr):
     """Program (e, p): the largest magnitude of part p of row e; NaN counts as 0."""

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tracefp4.kernels.paged_attention.cache import PagedCache
-from tracefp4.kernels.triton_layout import require_pairs
+from tracefp4.kernels.triton_layout import Checked, require_pairs
 from tracefp4.kernels.triton_math import dot, follow, following, from_bf16, to_bf16
 from tracefp4.kernels.triton_unpack import VALUE_EXPONENT, block_scales, spread, spread_columns, token_scales, unpack
 
@@ -265,6 +265,7 @@ def _share_dense(
     tl.store(out, o * (1.0 / l)[:, None], mask=real)
 
 
+@Checked
 @triton.jit
 def _attend(
     q, k, v, k_scales, v_scales, tables, lengths, partial, lse, scale_log2, table_stride, SPLITS,
@@ -292,6 +293,7 @@ def _attend(
         )  # fmt: skip
 
 
+@Checked
 @triton.jit(do_not_specialize=["B"])
 def _attend_evenly(
     q, k, v, k_scales, v_scales, tables, lengths, partial, lse, spans, scale_log2, table_stride, B, PROGRAMS,
@@ -344,6 +346,7 @@ def _attend_evenly(
             b += 1
 
 
+@Checked
 @triton.jit
 def _combine(
     partial, lse, lengths, spans, out, v_epilogue, SPLITS,

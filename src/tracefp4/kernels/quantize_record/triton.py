@@ -15,6 +15,7 @@ from torch import Tensor
 from tracefp4.formats import QuantizedBlocks, get_format
 from tracefp4.kernels.paged_attention.cache import PagedCache
 from tracefp4.kernels.quantize_record.ref import RecordTarget, planes
+from tracefp4.kernels.triton_layout import Checked
 from tracefp4.kernels.triton_math import (
     IEEE,
     block_amax,
@@ -60,6 +61,7 @@ def store_record(
         tl.store(payload + CODE_PLANES * code_bytes + bit * scale_bytes + b, plane.to(tl.uint8), mask=b < scale_bytes)
 
 
+@Checked
 @triton.jit
 def _quantize_rows(
     x, codes_out, scales_out, encode_out, static_scale, payload, record_scale, slots, x_stride,
@@ -101,6 +103,7 @@ def _cache_halves(codes, NB: tl.constexpr):
     return tl.sum(tl.reshape(placed, (NB, 4, 4)), axis=2)
 
 
+@Checked
 @triton.jit
 def _write_kv(
     k, v, k_out, v_out, k_scales, v_scales, slots, k_stride, v_stride, k_static, v_static,

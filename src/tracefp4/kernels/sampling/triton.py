@@ -10,11 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tracefp4.kernels.triton_layout import Checked
 from tracefp4.kernels.triton_math import from_bf16
 
 CHUNK = 4096
 
 
+@Checked
 @triton.jit
 def _draw_chunks(logits, temperature, maxima, sums, V: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr):
     """maxima f32 [B, C], NaN where the chunk holds one; sums f64 [B, C] of exponentials relative to them."""
@@ -30,6 +32,7 @@ def _draw_chunks(logits, temperature, maxima, sums, V: tl.constexpr, C: tl.const
     tl.store(sums + b * C + c, tl.sum(e.to(tl.float64), axis=0))
 
 
+@Checked
 @triton.jit
 def _draw_token(
     logits, temperature, greedy, uniform, maxima, sums, ids, logprobs, finite,
