@@ -84,10 +84,12 @@ def command_line() -> str:
 
 
 def commit() -> str | None:
-    """The commit of the checkout this runs from, with "-dirty" if tracked files differ.
+    """The commit of the checkout this runs from, with "-dirty" if tracked files differ; None outside one.
 
-    Outside one, as in a container image: what TRACEFP4_COMMIT says, or None.
+    TRACEFP4_COMMIT, where set, says it instead: of a copy without its history, or with another's, as in an image.
     """
+    if said := os.environ.get("TRACEFP4_COMMIT"):
+        return said
     root = Path(__file__).resolve().parents[3]
     try:
         # An installed copy may lie inside some other project's checkout, whose commit says nothing about us.
@@ -97,7 +99,7 @@ def commit() -> str | None:
             return head + ("-dirty" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, KeyError, tomllib.TOMLDecodeError, subprocess.SubprocessError):
         pass  # no checkout
-    return os.environ.get("TRACEFP4_COMMIT") or None
+    return None
 
 
 def usable_cores() -> int:
