@@ -132,3 +132,10 @@ def spread_columns(x, A: tl.constexpr, B: tl.constexpr):
     """[A, B] -> [A, B] whose column i is column spread(i) of x."""
     x = tl.permute(tl.reshape(x, (A, B // 16, 4, 2, 2)), (0, 1, 3, 2, 4))
     return tl.reshape(x, (A, B))
+
+
+@triton.jit
+def spread_rows(x, A: tl.constexpr, B: tl.constexpr):
+    """[A, B] -> [A, B] whose row i is row spread(i) of x."""
+    x = tl.permute(tl.reshape(x, (A // 16, 4, 2, 2, B)), (0, 2, 1, 3, 4))
+    return tl.reshape(x, (A, B))

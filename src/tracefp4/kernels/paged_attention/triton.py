@@ -25,10 +25,11 @@ from torch import Tensor
 from tracefp4.kernels.paged_attention.cache import PagedCache
 from tracefp4.kernels.triton_layout import Checked, require_pairs
 from tracefp4.kernels.triton_math import dot, follow, following, from_bf16, to_bf16
-from tracefp4.kernels.triton_unpack import VALUE_EXPONENT, block_scales, spread, spread_columns, token_scales, unpack
+from tracefp4.kernels.triton_unpack import VALUE_EXPONENT, block_scales, spread, spread_columns, spread_rows, token_scales, unpack
 
 INTERPRETED = triton.knobs.runtime.interpret
 P_EXPONENT = tl.constexpr(8)
+HIGHEST = tl.constexpr(15)
 
 
 @triton.jit
@@ -87,7 +88,7 @@ def _two_halves(a, b, ROWS: tl.constexpr, N: tl.constexpr):
 def _share_fp4(
     q, k, v, k_scales, v_scales, tables, partial, lse, scale_log2, table_stride, b, g, start, stop, at,
     G: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    WIDE: tl.constexpr, ASM: tl.constexpr, MOVE: tl.constexpr,
+    WIDE: tl.constexpr, ASM: tl.constexpr, MOVE: tl.constexpr, LAZY: tl.constexpr,
 ):  # fmt: skip
     """Tokens [start, stop) of sequence b and KV head g, to share number `at`.
 
@@ -100,6 +101,14 @@ def _share_fp4(
     ALIGNED: tl.constexpr = PAGE % TILE == 0
     at *= R
     x, r, n = tl.arange(0, X), tl.arange(0, RP), tl.arange(0, TILE)
+    tables += b.to(tl.int64) * table_stride
+    i, block, pair, n2 = tl.arange(0, W), tl.arange(0, D // 16), tl.arange(0, D // 32), tl.arange(0, TILE // 2)
+    nk = spread(n) if SPREAD else n  # rows of K in the order that makes p's rows those of V
+    # Asked for before the queries: the first tile's loads wait for it.
+    k_page = _pages(tables, start + nk, stop, PAGE, TILE, start, WIDE)
+    if not ALIGNED:
+        v_page = _pages(tables, start + n, stop, PAGE, TILE, start, WIDE)
+        s_page = _pages(tables, start + 2 * n2, stop, PAGE, TILE, start, WIDE)
     # Queries, times a power of two that brings the largest of each into [1, 2): FP16 then holds their BF16 values.
     real = (r < R)[None, :]
     if SPREAD:
@@ -130,26 +139,26 @@ def _share_fp4(
     m = tl.full([RP], float("-inf"), tl.float32)
     ones = tl.full([16, TILE], 1.0, tl.float16)
     l = tl.zeros([16, RP], tl.float32)  # every row the sum of p
-    tables += b.to(tl.int64) * table_stride
-    i, block, pair, n2 = tl.arange(0, W), tl.arange(0, D // 16), tl.arange(0, D // 32), tl.arange(0, TILE // 2)
-    nk = spread(n) if SPREAD else n  # rows of K in the order that makes p's rows those of V
-    k_page = _pages(tables, start + nk, stop, PAGE, TILE, start, WIDE)
-    if not ALIGNED:
-        v_page = _pages(tables, start + n, stop, PAGE, TILE, start, WIDE)
-        s_page = _pages(tables, start + 2 * n2, stop, PAGE, TILE, start, WIDE)
     for first in tl.range(start, stop, TILE):
         # Stale slots past the end hold some finite FP4 value, whose p is 0.
         if ALIGNED:
             row, place = k_page * G + g, (first // TILE) % (PAGE // TILE) * TILE
             k_at, v_at = row * (PAGE * W) + place * W, row * (PAGE * W) + place
-            k_u = tl.load(k + k_at + (nk[:, None] * W + i[None, :]))
-            v_u = tl.load(v + v_at + (n[None, :] + i[:, None] * PAGE))
+            # Whole tiles lie side by side in memory: addresses that differ by constants.
+            k_u = tl.reshape(tl.load(k + k_at + tl.arange(0, TILE * W)), (TILE, W))
             ks_at, vs_at = (
                 row * (PAGE * D // 32) + place * (D // 32),
                 row * (PAGE * D // 32) + ((first // TILE) % (PAGE // TILE) * (TILE // 2)),
             )
-            k_s = tl.load(k_scales + ks_at + (nk[:, None] * (D // 32) + pair[None, :]))
-            v_s = tl.load(v_scales + vs_at + (n2[None, :] + block[:, None] * (PAGE // 2)))
+            k_s = tl.reshape(tl.load(k_scales + ks_at + tl.arange(0, TILE * (D // 32))), (TILE, D // 32))
+            if SPREAD:
+                k_u, k_s = spread_rows(k_u, TILE, W), spread_rows(k_s, TILE, D // 32)
+            if PAGE == TILE:
+                v_u = tl.reshape(tl.load(v + v_at + tl.arange(0, TILE * W)), (W, TILE))
+                v_s = tl.reshape(tl.load(v_scales + vs_at + tl.arange(0, TILE * (D // 32))), (D // 16, TILE // 2))
+            else:
+                v_u = tl.load(v + v_at + (n[None, :] + i[:, None] * PAGE))
+                v_s = tl.load(v_scales + vs_at + (n2[None, :] + block[:, None] * (PAGE // 2)))
         else:
             k_row, v_row, s_row = k_page * G + g, v_page * G + g, s_page * G + g
             k_place, v_place, s_place = (first + nk) % PAGE, (first + n) % PAGE, (first // 2 + n2) % (PAGE // 2)
@@ -181,46 +190,65 @@ def _share_fp4(
             s = dot(_two_halves(k3, k7, False, TILE), q3, s)
         if first + TILE > stop:
             s = tl.where((first + nk < stop)[:, None], s, float("-inf"))
-        # p = 2^(s - m) lies below 2^P_EXPONENT, so that FP16 keeps all bits of small ones.
-        m_new = tl.maximum(m, tl.max(s, axis=0) * scale - P_EXPONENT)
-        p = tl.exp2(s * scale[None, :] - m_new[None, :]).to(tl.float16)
+        # p = 2^(s - m) lies below 2^P_EXPONENT, so that FP16 keeps all bits of small ones; LAZY: not more than 2^HIGHEST.
+        if LAZY:
+            # A thread's own rows first: whether any score outgrew m is one vote, which maximum did is asked but then.
+            own = tl.max(tl.reshape(s, (TILE // 8, 8, RP)), axis=0)
+            outgrown = own * scale[None, :] - m[None, :] > HIGHEST
+            outgrown = tl.max(tl.reshape(outgrown.to(tl.int32), (8, RP // 2, 2)), axis=2)
+            if tl.max(outgrown) > 0:
+                m_new = tl.maximum(m, tl.max(s, axis=0) * scale - P_EXPONENT)
+                f = tl.exp2(m - m_new)[None, :]
+                m = m_new
+                l *= f
+                o0, o1, o2, o3 = o0 * f, o1 * f, o2 * f, o3 * f
+                if SPREAD:
+                    o4, o5, o6, o7 = o4 * f, o5 * f, o6 * f, o7 * f
+            p = tl.exp2(s * scale[None, :] - m[None, :]).to(tl.float16)
+        else:
+            m_new = tl.maximum(m, tl.max(s, axis=0) * scale - P_EXPONENT)
+            p = tl.exp2(s * scale[None, :] - m_new[None, :]).to(tl.float16)
+            f = tl.exp2(m - m_new)[None, :]
+            m = m_new
+            l *= f
+            o0, o1, o2, o3 = o0 * f, o1 * f, o2 * f, o3 * f
+            if SPREAD:
+                o4, o5, o6, o7 = o4 * f, o5 * f, o6 * f, o7 * f
         if MOVE:
             p = _second_operand(p, TILE)
-        factor = tl.exp2(m - m_new)
-        m = m_new
-        f = factor[None, :]
         if SPREAD:
             v_u = spread_columns(v_u, W, TILE)
         v0, v1, v2, v3, v4, v5, v6, v7 = unpack(v_u, token_scales(v_s, W, TILE, SPREAD), True, ASM)
-        l = dot(ones, p, l * f)
+        l = dot(ones, p, l)
         if SPREAD:
-            o0 = dot(v0, p, o0 * f)
-            o1 = dot(v1, p, o1 * f)
-            o2 = dot(v2, p, o2 * f)
-            o3 = dot(v3, p, o3 * f)
-            o4 = dot(v4, p, o4 * f)
-            o5 = dot(v5, p, o5 * f)
-            o6 = dot(v6, p, o6 * f)
-            o7 = dot(v7, p, o7 * f)
+            o0 = dot(v0, p, o0)
+            o1 = dot(v1, p, o1)
+            o2 = dot(v2, p, o2)
+            o3 = dot(v3, p, o3)
+            o4 = dot(v4, p, o4)
+            o5 = dot(v5, p, o5)
+            o6 = dot(v6, p, o6)
+            o7 = dot(v7, p, o7)
         else:
-            o0 = dot(_two_halves(v0, v4, True, TILE), p, o0 * f)
-            o1 = dot(_two_halves(v1, v5, True, TILE), p, o1 * f)
-            o2 = dot(_two_halves(v2, v6, True, TILE), p, o2 * f)
-            o3 = dot(_two_halves(v3, v7, True, TILE), p, o3 * f)
+            o0 = dot(_two_halves(v0, v4, True, TILE), p, o0)
+            o1 = dot(_two_halves(v1, v5, True, TILE), p, o1)
+            o2 = dot(_two_halves(v2, v6, True, TILE), p, o2)
+            o3 = dot(_two_halves(v3, v7, True, TILE), p, o3)
     # Sum and outputs of this share relative to its maximum; the second kernel needs the maximum and the sum as one.
     l_R = tl.max(l, axis=0)
     tl.store(lse + at + r, m + tl.log2(l_R), mask=r < R)
     inverse = (1.0 / l_R)[None, :]
-    out = partial + (at + r[None, :]).to(tl.int64) * D + x[:, None]
-    tl.store(out, o0 * inverse, mask=real)
-    tl.store(out + X, o1 * inverse, mask=real)
-    tl.store(out + 2 * X, o2 * inverse, mask=real)
-    tl.store(out + 3 * X, o3 * inverse, mask=real)
+    o0, o1, o2, o3 = o0 * inverse, o1 * inverse, o2 * inverse, o3 * inverse
+    out = partial + (at + r[None, :, None]).to(tl.int64) * D
     if SPREAD:
-        tl.store(out + 4 * X, o4 * inverse, mask=real)
-        tl.store(out + 5 * X, o5 * inverse, mask=real)
-        tl.store(out + 6 * X, o6 * inverse, mask=real)
-        tl.store(out + 7 * X, o7 * inverse, mask=real)
+        o4, o5, o6, o7 = o4 * inverse, o5 * inverse, o6 * inverse, o7 * inverse
+        o = tl.join(tl.join(tl.join(o0, o4), tl.join(o2, o6)), tl.join(tl.join(o1, o5), tl.join(o3, o7)))
+        o = tl.reshape(o, (X, RP, 8))
+        d = x[:, None, None] * 8 + tl.arange(0, 8)[None, None, :]
+    else:
+        o = tl.reshape(tl.join(tl.join(o0, o2), tl.join(o1, o3)), (X, RP, 4))
+        d = (x % 8 * 8 + x // 8 * 4)[:, None, None] + tl.arange(0, 4)[None, None, :]
+    tl.store(out + d, o, mask=(r < R)[None, :, None])
 
 
 @triton.jit
@@ -270,7 +298,8 @@ def _share_dense(
 def _attend(
     q, k, v, k_scales, v_scales, tables, lengths, partial, lse, scale_log2, table_stride, SPLITS,
     G: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    WIDE: tl.constexpr, FP4: tl.constexpr, ASM: tl.constexpr, MOVE: tl.constexpr, PDL: tl.constexpr,
+    WIDE: tl.constexpr, FP4: tl.constexpr, ASM: tl.constexpr, MOVE: tl.constexpr, LAZY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One share a program: split, KV head, sequence; shares [B, G, SPLITS]."""
     follow(PDL)
@@ -284,7 +313,7 @@ def _attend(
     if FP4:
         _share_fp4(
             q, k, v, k_scales, v_scales, tables, partial, lse, scale_log2, table_stride, b, g, start, stop, at,
-            G, R, RP, D, PAGE, TILE, WIDE, ASM, MOVE,
+            G, R, RP, D, PAGE, TILE, WIDE, ASM, MOVE, LAZY,
         )  # fmt: skip
     else:
         _share_dense(
@@ -299,7 +328,8 @@ def _attend_evenly(
     q, k, v, k_scales, v_scales, tables, lengths, partial, lse, spans, scale_log2, table_stride, B, PROGRAMS,
     BP: tl.constexpr, LEAST: tl.constexpr,
     G: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    WIDE: tl.constexpr, FP4: tl.constexpr, ASM: tl.constexpr, MOVE: tl.constexpr, PDL: tl.constexpr,
+    WIDE: tl.constexpr, FP4: tl.constexpr, ASM: tl.constexpr, MOVE: tl.constexpr, LAZY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Equal parts of all tiles, at least LEAST tiles each; in order of sequence, KV head, token.
 
@@ -333,7 +363,7 @@ def _attend_evenly(
             if FP4:
                 _share_fp4(
                     q, k, v, k_scales, v_scales, tables, partial, lse, scale_log2, table_stride, b, g, start, stop,
-                    p + c, G, R, RP, D, PAGE, TILE, WIDE, ASM, MOVE,
+                    p + c, G, R, RP, D, PAGE, TILE, WIDE, ASM, MOVE, LAZY,
                 )  # fmt: skip
             else:
                 _share_dense(
@@ -350,7 +380,7 @@ def _attend_evenly(
 @triton.jit
 def _combine(
     partial, lse, lengths, spans, out, v_epilogue, SPLITS,
-    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, FP4: tl.constexpr, CHUNK: tl.constexpr,
+    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
     HEADS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Adds the shares of HEADS query heads of a sequence, CHUNK at a time: out [B, H, D]; 0 where it is empty."""
@@ -399,11 +429,6 @@ def _combine(
             total = total * factor + tl.sum(weight, axis=0)
             m = m_new
     y = tl.where(total == 0.0, 0.0, acc / tl.where(total == 0.0, 1.0, total)) * v_epilogue
-    if FP4:  # value j of unit x stands in column j * X + x of a share
-        if D >= 128:
-            y = tl.reshape(tl.permute(tl.reshape(y, (HEADS, 8, D // 8)), (0, 2, 1)), (HEADS * D,))
-        else:
-            y = tl.reshape(tl.permute(tl.reshape(y, (HEADS, 4, 2, 8)), (0, 3, 2, 1)), (HEADS * D,))
     tl.store(out + (b * (G * R) + h).to(tl.int64) * D + n, to_bf16(y))
 
 
@@ -423,6 +448,7 @@ class AttentionConfig:
     move: bool = True
     even: bool = False
     registers: int | None = None
+    lazy: bool = False
 
 
 def default_config(fp4: bool, head_dim: int, device: torch.device) -> AttentionConfig:
@@ -472,6 +498,7 @@ def paged_decode(
     operands = (q_BHD, cache.k, cache.v, *scales, tables_BP, lengths_B, partial, lse)
     constants = {"G": G, "R": R, "RP": rp, "D": D, "PAGE": cache.page_size, "TILE": config.tile, "FP4": fp4}
     constants |= {"WIDE": 2 * cache.k.numel() >= 2**31, "ASM": config.asm}
+    constants["LAZY"] = config.lazy
     constants["MOVE"] = fp4 and config.asm and config.move and config.num_warps == 1 and rp == 8
     launch = {"num_warps": config.num_warps, "num_stages": config.num_stages, **following()}
     if config.registers is not None:
@@ -491,7 +518,7 @@ def paged_decode(
     heads = _heads_together(R, D) if most <= 8 else 1
     chunk = min(most, 64)
     _combine[(H // heads, B)](
-        partial, lse, lengths_B, spans, out, epilogue, splits, G=G, R=R, D=D, TILE=config.tile, FP4=fp4, CHUNK=chunk,
+        partial, lse, lengths_B, spans, out, epilogue, splits, G=G, R=R, D=D, TILE=config.tile, CHUNK=chunk,
         HEADS=heads, EVEN=config.even, num_warps=max(1, heads * D // 128) * max(1, chunk // 8), **following(),
     )  # fmt: skip
     return out
