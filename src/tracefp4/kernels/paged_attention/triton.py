@@ -8,9 +8,9 @@ contexts being cut into SPLITS, or the tiles of all contexts, one behind the oth
 there are programs, and a program has the shares that its part consists of. Scores are computed transposed, [N, R] =
 K q^T, and so are outputs, [D, R] = V^T p^T: the cache is the large operand and sits in the tensor core's row
 dimension, R in the column dimension, which may be as narrow as 8, so no work goes into padding. Of an FP4 row, value j
-of every unit forms a matrix [N, W] of its own: unpacking a register of units gives U registers of BF16 pairs, none of
-which has to move to another thread. The dots over j then add up (scores) or stay apart (outputs, un-permuted by the
-second kernel). A second kernel adds the shares.
+of every unit forms a matrix [N, W] of its own: unpacking a register of units gives U registers of FP16 pairs, none of
+which has to move to another thread. The dots over j then add up (scores) or stay apart (outputs, until a share is
+stored). A second kernel adds the shares.
 """
 
 from __future__ import annotations
@@ -25,7 +25,15 @@ from torch import Tensor
 from tracefp4.kernels.paged_attention.cache import PagedCache
 from tracefp4.kernels.triton_layout import Checked, require_pairs
 from tracefp4.kernels.triton_math import dot, follow, following, from_bf16, to_bf16
-from tracefp4.kernels.triton_unpack import VALUE_EXPONENT, block_scales, spread, spread_columns, spread_rows, token_scales, unpack
+from tracefp4.kernels.triton_unpack import (
+    VALUE_EXPONENT,
+    block_scales,
+    spread,
+    spread_columns,
+    spread_rows,
+    token_scales,
+    unpack,
+)
 
 INTERPRETED = triton.knobs.runtime.interpret
 P_EXPONENT = tl.constexpr(8)
@@ -93,7 +101,7 @@ def _share_fp4(
     """Tokens [start, stop) of sequence b and KV head g, to share number `at`.
 
     k int32 [P, G, PAGE, W], v int32 [P, G, W, PAGE]; k_scales and v_scales seen as int16, two bytes in one. partial
-    f32 [shares, R, J, X] holds each share's own softmax; lse f32 [shares, R] its log2 weight.
+    f32 [shares, R, D] holds each share's own softmax; lse f32 [shares, R] its log2 weight.
     """
     W: tl.constexpr = D // 8  # words of a row
     SPREAD: tl.constexpr = W >= 16
@@ -190,11 +198,11 @@ def _share_fp4(
             s = dot(_two_halves(k3, k7, False, TILE), q3, s)
         if first + TILE > stop:
             s = tl.where((first + nk < stop)[:, None], s, float("-inf"))
-        # p = 2^(s - m) lies below 2^P_EXPONENT, so that FP16 keeps all bits of small ones; LAZY: not more than 2^HIGHEST.
+        # p = 2^(s - m) lies below 2^P_EXPONENT, so that FP16 keeps all bits of small ones. LAZY: m stays as long as p
+        # lies below 2^HIGHEST, which FP16 holds too; then nothing is exchanged between threads but one vote.
         if LAZY:
-            # A thread's own rows first: whether any score outgrew m is one vote, which maximum did is asked but then.
             own = tl.max(tl.reshape(s, (TILE // 8, 8, RP)), axis=0)
-            outgrown = own * scale[None, :] - m[None, :] > HIGHEST
+            outgrown = own * scale[None, :] > (m + HIGHEST)[None, :]
             outgrown = tl.max(tl.reshape(outgrown.to(tl.int32), (8, RP // 2, 2)), axis=2)
             if tl.max(outgrown) > 0:
                 m_new = tl.maximum(m, tl.max(s, axis=0) * scale - P_EXPONENT)
@@ -436,8 +444,10 @@ def _combine(
 class AttentionConfig:
     """How the work is cut: tokens of a tile, warps and pipeline stages of a program, programs wanted on the device.
 
-    even: equal parts of all contexts, else one share a program. registers: at most so many a thread. asm: unpack with
-    PTX; move: FP4 with one warp and at most 8 query heads per KV head turns operands with `movmatrix`.
+    even: equal parts of all contexts, else one share a program. registers: at most so many a thread; a scheduler has
+    16384, so 168 let three warps stay on each of the four, 128 four, and nothing between them brings another. asm:
+    unpack with PTX; move: FP4 with one warp and at most 8 query heads per KV head turns operands with `movmatrix`.
+    lazy: FP4 rescales its sums only where a score would else leave FP16's range; the same result, rounded elsewhere.
     """
 
     tile: int
