@@ -3,6 +3,7 @@
 On a GPU: `python -m pytest tests/kernels`, which also runs the PTX unpacking that the interpreter has to spell out.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -95,9 +96,12 @@ def test_every_cut_of_unequal_contexts(programs: int, even: bool, R: int, D: int
 
     args = problem([140, 0, 40, 1, 300, 0], R, 1, D, 32, fp4)
     config = kernel.AttentionConfig(32, 1, 1, programs, asm=DEVICE == "cuda", even=even)
-    out = kernel.paged_decode(
-        args["q_BHD"], args["cache"], args["block_tables_BP"], args["lengths_B"], args["scaling"], 320, config
-    )
+    operands = (args["q_BHD"], args["cache"], args["block_tables_BP"], args["lengths_B"], args["scaling"], 320)
+    out = kernel.paged_decode(*operands, config)
+    for _ in range(2 if even else 0):  # the second finds what the first has left
+        alone = kernel.paged_decode(*operands, dataclasses.replace(config, fused=True))
+        assert float((alone.float() - out.float()).abs().max()) <= 2.0**-8 * float(out.float().abs().max())
+        assert not alone[args["lengths_B"] == 0].any()
     exact = paged_decode(**args | {"q_BHD": args["q_BHD"].float()}, backend="torch")
     assert torch.isfinite(out).all()
     assert float((out.float() - exact).abs().max()) <= 3 * 2.0**-9 * 6  # as above; |v| < 6

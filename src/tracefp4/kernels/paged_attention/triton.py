@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tracefp4.kernels.errors import KernelError
 from tracefp4.kernels.paged_attention.cache import PagedCache
 from tracefp4.kernels.triton_layout import Checked, require_pairs
 from tracefp4.kernels.triton_math import dot, follow, following, from_bf16, to_bf16
@@ -330,11 +331,45 @@ def _attend(
         )  # fmt: skip
 
 
+@triton.jit
+def _add_shares(
+    partial, lse, out, v_epilogue, context, first, count, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    """A context's output from its shares first to first + count - 1, in that order, by whichever program is last."""
+    r, d = tl.arange(0, RP), tl.arange(0, D)
+    real = r < R
+    m = tl.full([RP], float("-inf"), tl.float32)
+    total = tl.zeros([RP], tl.float32)
+    acc = tl.zeros([RP, D], tl.float32)
+    for i in tl.range(0, count, num_stages=1):
+        row = (first + i) * R + r
+        x = tl.load(lse + row, mask=real, other=0.0)
+        values = tl.load(partial + row.to(tl.int64)[:, None] * D + d[None, :], mask=real[:, None], other=0.0)
+        m_new = tl.maximum(m, x)
+        weight, factor = tl.exp2(x - m_new), tl.exp2(m - m_new)
+        acc, total = acc * factor[:, None] + values * weight[:, None], total * factor + weight
+        m = m_new
+    y = acc / total[:, None] * v_epilogue
+    tl.store(out + (context * R + r).to(tl.int64)[:, None] * D + d[None, :], to_bf16(y), mask=real[:, None])
+
+
+@triton.jit
+def _clear_empty(lengths, out, b, B, STEP, G: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr):
+    """Outputs of sequences b, b + STEP, ... that have no tokens: 0."""
+    r, d = tl.arange(0, RP), tl.arange(0, D)
+    while b < B:
+        if tl.load(lengths + b) == 0:
+            for g in tl.range(0, G):
+                at = ((b * G + g) * R + r).to(tl.int64)[:, None] * D + d[None, :]
+                tl.store(out + at, tl.zeros([RP, D], tl.bfloat16), mask=(r < R)[:, None])
+        b += STEP
+
+
 @Checked
 @triton.jit(do_not_specialize=["B"])
 def _attend_evenly(
-    q, k, v, k_scales, v_scales, tables, lengths, partial, lse, spans, scale_log2, table_stride, B, PROGRAMS,
-    BP: tl.constexpr, LEAST: tl.constexpr,
+    q, k, v, k_scales, v_scales, tables, lengths, partial, lse, spans, out, v_epilogue, scale_log2, table_stride, B,
+    PROGRAMS, BP: tl.constexpr, LEAST: tl.constexpr, FUSED: tl.constexpr,
     G: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     WIDE: tl.constexpr, FP4: tl.constexpr, ASM: tl.constexpr, MOVE: tl.constexpr, LAZY: tl.constexpr,
     PDL: tl.constexpr,
@@ -342,7 +377,8 @@ def _attend_evenly(
     """Equal parts of all tiles, at least LEAST tiles each; in order of sequence, KV head, token.
 
     Program p's share of context c = b * G + g has the number p + c: no two have the same, since the next program's
-    first context is this one's last or a later one. spans int32 [B, G, 2]: first and last program of a context.
+    first context is this one's last or a later one. spans int32 [B, G, 2]: first and last program of a context. FUSED:
+    instead [B, G], all 0, and left so: how many of a context's programs are done; the last one adds up out [B, H, D].
     """
     follow(PDL)
     p = tl.program_id(0)
@@ -363,10 +399,11 @@ def _attend_evenly(
             first = here - base - g * tiles
             last = tl.minimum(tiles, first + end - here)
             c = b * G + g
-            if first == 0:
-                tl.store(spans + 2 * c, p)
-            if last == tiles:
-                tl.store(spans + 2 * c + 1, p)
+            if not FUSED:
+                if first == 0:
+                    tl.store(spans + 2 * c, p)
+                if last == tiles:
+                    tl.store(spans + 2 * c + 1, p)
             start, stop = first * TILE, tl.minimum(last * TILE, length)
             if FP4:
                 _share_fp4(
@@ -378,10 +415,20 @@ def _attend_evenly(
                     q, k, v, tables, partial, lse, scale_log2, table_stride, b, g, start, stop, p + c,
                     G, R, RP, D, PAGE, TILE, WIDE,
                 )  # fmt: skip
+            if FUSED:
+                begin = here - first  # of the context, among all tiles
+                first_program = begin // part
+                count = (begin + tiles - 1) // part - first_program + 1
+                tl.debug_barrier()  # all threads' shares are written before one thread says so
+                if tl.atomic_add(spans + c, 1, sem="acq_rel") == count - 1:
+                    tl.store(spans + c, 0)
+                    _add_shares(partial, lse, out, v_epilogue, c, first_program + c, count, R, RP, D)
             here += last - first
         if here >= base + tiles * G:
             base += tiles * G
             b += 1
+    if FUSED:
+        _clear_empty(lengths, out, p, B, PROGRAMS, G, R, RP, D)
 
 
 @Checked
@@ -448,6 +495,7 @@ class AttentionConfig:
     16384, so 168 let three warps stay on each of the four, 128 four, and nothing between them brings another. asm:
     unpack with PTX; move: FP4 with one warp and at most 8 query heads per KV head turns operands with `movmatrix`.
     lazy: FP4 rescales its sums only where a score would else leave FP16's range; the same result, rounded elsewhere.
+    fused: with equal parts of few shares a context, the last program of a context adds its shares; no second kernel.
     """
 
     tile: int
@@ -459,6 +507,7 @@ class AttentionConfig:
     even: bool = False
     registers: int | None = None
     lazy: bool = False
+    fused: bool = False
 
 
 def default_config(fp4: bool, head_dim: int, device: torch.device) -> AttentionConfig:
@@ -498,9 +547,15 @@ def paged_decode(
     device = q_BHD.device
     partial = torch.empty(shares, R, D, dtype=torch.float32, device=device)
     lse = torch.empty(shares, R, dtype=torch.float32, device=device)
-    spans = torch.empty(B, G, 2, dtype=torch.int32, device=device) if config.even else None
+    # Contexts of equal length have at most so many shares each; longer ones take several turns.
+    most = triton.next_power_of_2(config.programs // (B * G) + 2 if config.even else splits)
+    fused = config.even and config.fused and most <= 8
+    spans = None
+    if config.even:
+        spans = _arrivals(B * G, device) if fused else torch.empty(B, G, 2, dtype=torch.int32, device=device)
     out = torch.empty_like(q_BHD)
     rp = max(8 if fp4 else 16, triton.next_power_of_2(R))
+    epilogue = cache.v_epilogue * (2.0**VALUE_EXPONENT if fp4 else 1.0)
     scale = scaling * cache.k_epilogue * 1.4426950408889634 * (2.0**VALUE_EXPONENT if fp4 else 1.0)
     scales: tuple[Tensor | None, Tensor | None] = (None, None)
     if cache.k_scales is not None and cache.v_scales is not None:
@@ -515,16 +570,15 @@ def paged_decode(
         launch["maxnreg"] = config.registers
     if config.even:
         kernel = _attend_evenly[(config.programs,)](
-            *operands, spans, scale, tables_BP.stride(0), B, config.programs, BP=_bins(B),
-            LEAST=max(1, 256 // config.tile), **constants, **launch,
+            *operands, spans, out, epilogue, scale, tables_BP.stride(0), B, config.programs, BP=_bins(B),
+            LEAST=max(1, 256 // config.tile), FUSED=fused, **constants, **launch,
         )  # fmt: skip
     else:
         kernel = _attend[(splits, G, B)](*operands, scale, tables_BP.stride(0), splits, **constants, **launch)
     if fp4:
         require_pairs(kernel)
-    epilogue = cache.v_epilogue * (2.0**VALUE_EXPONENT if fp4 else 1.0)
-    # Contexts of equal length have at most so many shares each; longer ones take several turns.
-    most = triton.next_power_of_2(config.programs // (B * G) + 2 if config.even else splits)
+    if fused:
+        return out
     heads = _heads_together(R, D) if most <= 8 else 1
     chunk = min(most, 64)
     _combine[(H // heads, B)](
@@ -532,6 +586,19 @@ def paged_decode(
         HEADS=heads, EVEN=config.even, num_warps=max(1, heads * D // 128) * max(1, chunk // 8), **following(),
     )  # fmt: skip
     return out
+
+
+_done: dict[torch.device, list[Tensor]] = {}  # what a captured graph has seen must stay
+
+
+def _arrivals(contexts: int, device: torch.device) -> Tensor:
+    """int32 zeros, one for a context; kernels leave them so. One device's calls must not overlap."""
+    known = _done.setdefault(device, [])
+    if not known or known[-1].numel() < contexts:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise KernelError("attention in one kernel must have run at this size before it is captured")
+        known.append(torch.zeros(max(1 << 14, contexts), dtype=torch.int32, device=device))
+    return known[-1]
 
 
 def _bins(B: int) -> int:
