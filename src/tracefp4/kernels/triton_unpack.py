@@ -110,11 +110,16 @@ def block_scales(pairs, A: tl.constexpr, B: tl.constexpr, SPREAD: tl.constexpr):
 
 @triton.jit
 def token_scales(pairs, A: tl.constexpr, B: tl.constexpr, SPREAD: tl.constexpr):
-    """int16 [A/2, B/2], a block's scales of two tokens in one -> [A, B] beside V's words, two rows a block."""
+    """int16 [A/2, B/2], a block's scales of two tokens in one -> [A, B] beside V's words, two rows a block.
+
+    SPREAD: beside their `spread_columns` of `block_rows`.
+    """
     if SPREAD:
         pairs = tl.permute(tl.reshape(pairs, (A // 2, B // 16, 4, 2)), (0, 1, 3, 2))
         pairs = tl.reshape(pairs, (A // 2, B // 2))
     x = tl.reshape(tl.broadcast_to(pairs[:, :, None], (A // 2, B // 2, 2)), (A // 2, B))
+    if SPREAD:
+        return tl.reshape(tl.broadcast_to(tl.reshape(x, (A // 16, 1, 8, B)), (A // 16, 2, 8, B)), (A, B))
     return tl.reshape(tl.broadcast_to(x[:, None, :], (A // 2, 2, B)), (A, B))
 
 
@@ -139,3 +144,12 @@ def spread_rows(x, A: tl.constexpr, B: tl.constexpr):
     """[A, B] -> [A, B] whose row i is row spread(i) of x."""
     x = tl.permute(tl.reshape(x, (A // 16, 4, 2, 2, B)), (0, 2, 1, 3, 4))
     return tl.reshape(x, (A, B))
+
+
+@triton.jit
+def block_rows(x, A: tl.constexpr, B: tl.constexpr):
+    """[A, B] -> [A, B] whose rows g and g + 8 of 16 are rows 2g and 2g + 1 of x.
+
+    A thread of the tensor core has rows g and g + 8: of V's words now two of one block, which share their scales.
+    """
+    return tl.reshape(tl.permute(tl.reshape(x, (A // 16, 8, 2, B)), (0, 2, 1, 3)), (A, B))

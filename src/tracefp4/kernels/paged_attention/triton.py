@@ -28,6 +28,7 @@ from tracefp4.kernels.triton_layout import Checked, require_pairs
 from tracefp4.kernels.triton_math import dot, follow, following, from_bf16, to_bf16
 from tracefp4.kernels.triton_unpack import (
     VALUE_EXPONENT,
+    block_rows,
     block_scales,
     spread,
     spread_columns,
@@ -226,7 +227,7 @@ def _share_fp4(
         if MOVE:
             p = _second_operand(p, TILE)
         if SPREAD:
-            v_u = spread_columns(v_u, W, TILE)
+            v_u = spread_columns(block_rows(v_u, W, TILE), W, TILE)
         v0, v1, v2, v3, v4, v5, v6, v7 = unpack(v_u, token_scales(v_s, W, TILE, SPREAD), True, ASM)
         l = dot(ones, p, l)
         if SPREAD:
@@ -253,7 +254,7 @@ def _share_fp4(
         o4, o5, o6, o7 = o4 * inverse, o5 * inverse, o6 * inverse, o7 * inverse
         o = tl.join(tl.join(tl.join(o0, o4), tl.join(o2, o6)), tl.join(tl.join(o1, o5), tl.join(o3, o7)))
         o = tl.reshape(o, (X, RP, 8))
-        d = x[:, None, None] * 8 + tl.arange(0, 8)[None, None, :]
+        d = ((x & ~15) | (x & 7) << 1 | (x & 8) >> 3)[:, None, None] * 8 + tl.arange(0, 8)[None, None, :]
     else:
         o = tl.reshape(tl.join(tl.join(o0, o2), tl.join(o1, o3)), (X, RP, 4))
         d = (x % 8 * 8 + x // 8 * 4)[:, None, None] + tl.arange(0, 4)[None, None, :]
