@@ -197,18 +197,21 @@ def attention_group(name: str, lengths: list[int], kind: str, configs: list[Atte
 
 # A scheduler has 16384 registers: 168 of a thread let 3 warps stay on it, 128 let 4, so 12 or 16 programs of one warp.
 FP4_CUTS = [
-    cut(64, 1, 2, 12, even=True, registers=168, lazy=True),
-    cut(64, 1, 2, 16, even=True, registers=128),
     cut(64, 1, 2, 16, even=True, registers=128, lazy=True),
+    cut(64, 1, 2, 16, even=True, registers=128, lazy=True, fused=True),
+    cut(64, 1, 2, 16, even=True, registers=128),
+    cut(64, 1, 2, 12, even=True, registers=168, lazy=True),
+    cut(64, 1, 2, 12, even=True, registers=168, lazy=True, fused=True),
     # Two tiles on their way: 12 times 18 KB and 1 KB each are all the shared memory there is.
     cut(64, 1, 3, 12, even=True, registers=168, lazy=True),
     cut(32, 1, 2, 16, even=True, registers=128, lazy=True),
     cut(32, 1, 3, 16, even=True, registers=128, lazy=True),
+    # More parts than places: a multiprocessor that is done early takes another.
+    cut(64, 1, 2, 32, even=True, registers=128, lazy=True),
+    cut(64, 1, 2, 48, even=True, registers=128, lazy=True),
+    cut(64, 1, 2, 24, even=True, registers=168, lazy=True),
+    cut(64, 1, 2, 16, registers=128, lazy=True),
 ]
-# More parts than places: a multiprocessor that is done early takes another.
-FP4_CUTS += [cut(64, 1, 2, n, even=True, registers=168, lazy=True) for n in (24, 48)]
-FP4_CUTS += [cut(64, 1, 2, n, even=True, registers=128, lazy=True) for n in (32, 64)]
-FP4_CUTS += [cut(64, 1, 2, 12)]
 BF16_CUTS = [cut(64, 4, 2, 4), cut(64, 4, 2, 8, even=True)]
 
 
