@@ -75,10 +75,9 @@ def _second_operand(x, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _query_part(pointers, real, up, X: tl.constexpr, MOVE: tl.constexpr):
-    """BF16 queries -> FP16 of the same value times `up`."""
-    q = (from_bf16(tl.load(pointers, mask=real, other=0.0)) * up[None, :]).to(tl.float16)
-    if MOVE:  # once, and not in every turn of the loop
+def _query_part(q, X: tl.constexpr, MOVE: tl.constexpr):
+    """FP16 [X, 8] as the loop's dots want their second operand: once, and not in every turn."""
+    if MOVE:
         unit = (tl.arange(0, X)[:, None] == tl.arange(0, X)[None, :]).to(tl.float16)
         q = _second_operand(tl.dot(unit, q).to(tl.float16), X)
     return q
@@ -120,32 +119,39 @@ def _share_fp4(
         v_page = _pages(tables, start + n, stop, PAGE, TILE, start, WIDE)
         s_page = _pages(tables, start + 2 * n2, stop, PAGE, TILE, start, WIDE)
     # Queries, times a power of two that brings the largest of each into [1, 2): FP16 then holds their BF16 values.
-    real = (r < R)[None, :]
+    J: tl.constexpr = 8 if SPREAD else 4
     if SPREAD:
         unit = spread(x)
-        q_d = unit // 4 * 32 + unit % 4 * 4  # of value 0; value 4 lies in the next block
+        q_d = unit // 4 * 32 + unit % 4 * 4
     else:
         q_d = x // 8 * 32 + x % 2 * 16 + x // 2 % 4 * 4
-    q_row = q + (b * G + g) * R * D
-    d = tl.arange(0, D)
-    all_q = from_bf16(tl.load(q_row + r[None, :] * D + d[:, None], mask=real, other=0.0))
-    exponent = (tl.max(tl.abs(all_q), axis=0).to(tl.int32, bitcast=True) >> 23) & 0xFF
+    v_d = tl.arange(0, J) % 4 + tl.arange(0, J) // 4 * 16  # value 4 lies in the next block
+    q_XRJ = q + (b * G + g) * R * D + r[None, :, None] * D + q_d[:, None, None] + v_d[None, None, :]
+    all_q = from_bf16(tl.load(q_XRJ, mask=(r < R)[None, :, None], other=0.0))
+    exponent = (tl.max(tl.max(tl.abs(all_q), axis=2), axis=0).to(tl.int32, bitcast=True) >> 23) & 0xFF
     exponent = tl.minimum(tl.maximum(exponent, 1), 253)
     up = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     scale = (exponent << 23).to(tl.float32, bitcast=True) * scale_log2
-    q_XR = q_row + r[None, :] * D + q_d[:, None]
-    q0 = _query_part(q_XR, real, up, X, MOVE)
-    q1 = _query_part(q_XR + 1, real, up, X, MOVE)
-    q2 = _query_part(q_XR + 2, real, up, X, MOVE)
-    q3 = _query_part(q_XR + 3, real, up, X, MOVE)
+    all_q = (all_q * up[None, :, None]).to(tl.float16)
     o0 = tl.zeros([X, RP], tl.float32)
     o1, o2, o3 = o0, o0, o0
     if SPREAD:
-        q4 = _query_part(q_XR + 16, real, up, X, MOVE)
-        q5 = _query_part(q_XR + 17, real, up, X, MOVE)
-        q6 = _query_part(q_XR + 18, real, up, X, MOVE)
-        q7 = _query_part(q_XR + 19, real, up, X, MOVE)
+        even, odd = tl.split(tl.reshape(all_q, (X, RP, 2, 2, 2)))
+        q_04, q_26 = tl.split(even)
+        q_15, q_37 = tl.split(odd)
+        q0, q4 = tl.split(q_04)
+        q1, q5 = tl.split(q_15)
+        q2, q6 = tl.split(q_26)
+        q3, q7 = tl.split(q_37)
+        q4, q5 = _query_part(q4, X, MOVE), _query_part(q5, X, MOVE)
+        q6, q7 = _query_part(q6, X, MOVE), _query_part(q7, X, MOVE)
         o4, o5, o6, o7 = o0, o0, o0, o0
+    else:
+        even, odd = tl.split(tl.reshape(all_q, (X, RP, 2, 2)))
+        q0, q2 = tl.split(even)
+        q1, q3 = tl.split(odd)
+    q0, q1 = _query_part(q0, X, MOVE), _query_part(q1, X, MOVE)
+    q2, q3 = _query_part(q2, X, MOVE), _query_part(q3, X, MOVE)
     m = tl.full([RP], float("-inf"), tl.float32)
     ones = tl.full([16, TILE], 1.0, tl.float16)
     l = tl.zeros([16, RP], tl.float32)  # every row the sum of p
