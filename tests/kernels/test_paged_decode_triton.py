@@ -3,6 +3,8 @@
 On a GPU: `python -m pytest tests/kernels`, which also runs the PTX unpacking that the interpreter has to spell out.
 """
 
+import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -94,13 +96,50 @@ def test_every_cut_of_unequal_contexts(programs: int, even: bool, R: int, D: int
 
     args = problem([140, 0, 40, 1, 300, 0], R, 1, D, 32, fp4)
     config = kernel.AttentionConfig(32, 1, 1, programs, asm=DEVICE == "cuda", even=even)
-    out = kernel.paged_decode(
-        args["q_BHD"], args["cache"], args["block_tables_BP"], args["lengths_B"], args["scaling"], 320, config
-    )
+    operands = (args["q_BHD"], args["cache"], args["block_tables_BP"], args["lengths_B"], args["scaling"], 320)
+    out = kernel.paged_decode(*operands, config)
+    for _ in range(2 if even else 0):  # the second finds what the first has left
+        alone = kernel.paged_decode(*operands, dataclasses.replace(config, fused=True))
+        assert float((alone.float() - out.float()).abs().max()) <= 2.0**-8 * float(out.float().abs().max())
+        assert not alone[args["lengths_B"] == 0].any()
     exact = paged_decode(**args | {"q_BHD": args["q_BHD"].float()}, backend="torch")
     assert torch.isfinite(out).all()
     assert float((out.float() - exact).abs().max()) <= 3 * 2.0**-9 * 6  # as above; |v| < 6
     assert not out[args["lengths_B"] == 0].any()
+
+
+@pytest.mark.parametrize(("D", "R", "tile"), [(128, 8, 16), (64, 3, 32), (256, 1, 16)])
+def test_sums_rescaled_only_when_a_score_outgrows_them(D: int, R: int, tile: int) -> None:
+    """Two tiles of scores 0, then two of `bits`, in powers of two: FP16 has room for some seven of them, and no more.
+
+    Then scores as they come, of a few, some ten and hundreds of bits. Bounds as above.
+    """
+    from tracefp4.kernels.paged_attention import triton as kernel
+
+    args = problem([4 * tile, 17, 1], R, 1, D, 32, fp4=True, scale=1.0)
+    config = kernel.AttentionConfig(tile, 1, 1, 2, asm=DEVICE == "cuda", even=True, lazy=True)
+
+    def check(args: dict[str, Any], scaling: float) -> None:
+        args = args | {"scaling": scaling}
+        rest = args["cache"], args["block_tables_BP"], args["lengths_B"], scaling
+        out = kernel.paged_decode(args["q_BHD"], *rest, 4 * tile, config)
+        exact = paged_decode(args["q_BHD"].float(), *rest, backend="torch")
+        assert torch.isfinite(out).all()
+        assert float((out.float() - exact).abs().max()) <= 3 * 2.0**-9 * 6
+
+    for scaling in (D**-0.5, 1.0, 8.0):
+        check(args, scaling)
+    rows, scales = (t.cpu() for t in args["cache"].to_slots())
+    t = torch.arange(4 * tile)
+    slots = args["block_tables_BP"][0].long().cpu()[t // 32] * 32 + t % 32
+    rows[0], scales[0] = 0, 0x38
+    rows[0, slots[2 * tile :], 0] = 0x02  # a first value of 1
+    cache = PagedCache.from_slots(rows, scales, 1, 32)
+    q = torch.zeros_like(args["q_BHD"])
+    q[..., 0] = 1.0
+    steps = args | {"q_BHD": q, "cache": PagedCache(*(t.to(DEVICE) for t in cache.tensors))}
+    for bits in (0.5, 6.9, 7.1, 7.9, 8.1, 9.5, 30.0, 1000.0):
+        check(steps, bits * math.log(2.0))
 
 
 def test_subnormal_scales_count() -> None:

@@ -20,10 +20,13 @@ def _unpack_ptx(one_token: bool) -> str:
     and magnitude where a FP16's upper byte has them, and code b's elsewhere. `b` gathers the latter of all four bytes
     at once: (x >> 3 within the magnitudes' mask) | x << 7.
     """
-    body = ["{", ".reg .b32 b, t, s, s0, s1;", ".reg .b16 h;"]
+    body = ["{", ".reg .b32 b, t, s, s0, s1;", ".reg .b16 h, s_low, s_high;"]
     body += ["cvt.u16.u32 h, $10;", "cvt.rn.f16x2.e4m3x2 s, h;"]  # the lower byte's value lands in the lower half
+    # Moves, not permutations: the assembler makes a choice of halves within the product of a repeated half.
+    body += ["mov.b32 {s_low, s_high}, s;"]
     for word in (0, 1):
-        body += [f"prmt.b32 s{word}, s, s, {(0x1010, 0x3232)[word] if one_token else 0x3210};"]
+        half = ("s_low", "s_high")[word]
+        body += [f"mov.b32 s{word}, {{{half}, {half}}};" if one_token else f"mov.b32 s{word}, s;"]
         out = [f"mul.f16x2 ${4 * word + j}, t, s{word};" for j in range(4)]
         mask = "and.b32 t, t, 0x8E008E00;"
         body += [f"and.b32 t, ${8 + word}, 0x8E008E00;", out[0]]
@@ -38,7 +41,8 @@ def _unpack_ptx(one_token: bool) -> str:
 # "&": outputs are written while inputs are still to be read.
 _PTX_BLOCKS = tl.constexpr(_unpack_ptx(True))
 _PTX_TOKENS = tl.constexpr(_unpack_ptx(False))
-_CONSTRAINTS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 3))
+_CONSTRAINTS_TOKENS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 3))
+_CONSTRAINTS_BLOCKS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 4))  # $11: the same scales again
 
 
 @triton.jit
@@ -71,7 +75,8 @@ def unpack(words, pairs, TOKENS: tl.constexpr, ASM: tl.constexpr):
     """
     if ASM:
         return tl.inline_asm_elementwise(
-            _PTX_TOKENS if TOKENS else _PTX_BLOCKS, _CONSTRAINTS, [words, pairs],
+            _PTX_TOKENS if TOKENS else _PTX_BLOCKS, _CONSTRAINTS_TOKENS if TOKENS else _CONSTRAINTS_BLOCKS,
+            [words, pairs if TOKENS else pairs.to(tl.int32)],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True, pack=2,
         )  # fmt: skip
@@ -105,11 +110,16 @@ def block_scales(pairs, A: tl.constexpr, B: tl.constexpr, SPREAD: tl.constexpr):
 
 @triton.jit
 def token_scales(pairs, A: tl.constexpr, B: tl.constexpr, SPREAD: tl.constexpr):
-    """int16 [A/2, B/2], a block's scales of two tokens in one -> [A, B] beside V's words, two rows a block."""
+    """int16 [A/2, B/2], a block's scales of two tokens in one -> [A, B] beside V's words, two rows a block.
+
+    SPREAD: beside their `spread_columns` of `block_rows`.
+    """
     if SPREAD:
         pairs = tl.permute(tl.reshape(pairs, (A // 2, B // 16, 4, 2)), (0, 1, 3, 2))
         pairs = tl.reshape(pairs, (A // 2, B // 2))
     x = tl.reshape(tl.broadcast_to(pairs[:, :, None], (A // 2, B // 2, 2)), (A // 2, B))
+    if SPREAD:
+        return tl.reshape(tl.broadcast_to(tl.reshape(x, (A // 16, 1, 8, B)), (A // 16, 2, 8, B)), (A, B))
     return tl.reshape(tl.broadcast_to(x[:, None, :], (A // 2, 2, B)), (A, B))
 
 
@@ -127,3 +137,19 @@ def spread_columns(x, A: tl.constexpr, B: tl.constexpr):
     """[A, B] -> [A, B] whose column i is column spread(i) of x."""
     x = tl.permute(tl.reshape(x, (A, B // 16, 4, 2, 2)), (0, 1, 3, 2, 4))
     return tl.reshape(x, (A, B))
+
+
+@triton.jit
+def spread_rows(x, A: tl.constexpr, B: tl.constexpr):
+    """[A, B] -> [A, B] whose row i is row spread(i) of x."""
+    x = tl.permute(tl.reshape(x, (A // 16, 4, 2, 2, B)), (0, 2, 1, 3, 4))
+    return tl.reshape(x, (A, B))
+
+
+@triton.jit
+def block_rows(x, A: tl.constexpr, B: tl.constexpr):
+    """[A, B] -> [A, B] whose rows g and g + 8 of 16 are rows 2g and 2g + 1 of x.
+
+    A thread of the tensor core has rows g and g + 8: of V's words now two of one block, which share their scales.
+    """
+    return tl.reshape(tl.permute(tl.reshape(x, (A // 16, 8, 2, B)), (0, 2, 1, 3)), (A, B))

@@ -8,9 +8,9 @@ contexts being cut into SPLITS, or the tiles of all contexts, one behind the oth
 there are programs, and a program has the shares that its part consists of. Scores are computed transposed, [N, R] =
 K q^T, and so are outputs, [D, R] = V^T p^T: the cache is the large operand and sits in the tensor core's row
 dimension, R in the column dimension, which may be as narrow as 8, so no work goes into padding. Of an FP4 row, value j
-of every unit forms a matrix [N, W] of its own: unpacking a register of units gives U registers of BF16 pairs, none of
-which has to move to another thread. The dots over j then add up (scores) or stay apart (outputs, un-permuted by the
-second kernel). A second kernel adds the shares.
+of every unit forms a matrix [N, W] of its own: unpacking a register of units gives U registers of FP16 pairs, none of
+which has to move to another thread. The dots over j then add up (scores) or stay apart (outputs, until a share is
+stored). A second kernel adds the shares.
 """
 
 from __future__ import annotations
@@ -22,13 +22,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tracefp4.kernels.errors import KernelError
 from tracefp4.kernels.paged_attention.cache import PagedCache
 from tracefp4.kernels.triton_layout import Checked, require_pairs
 from tracefp4.kernels.triton_math import dot, follow, following, from_bf16, to_bf16
-from tracefp4.kernels.triton_unpack import VALUE_EXPONENT, block_scales, spread, spread_columns, token_scales, unpack
+from tracefp4.kernels.triton_unpack import (
+    VALUE_EXPONENT,
+    block_rows,
+    block_scales,
+    spread,
+    spread_columns,
+    spread_rows,
+    token_scales,
+    unpack,
+)
 
 INTERPRETED = triton.knobs.runtime.interpret
 P_EXPONENT = tl.constexpr(8)
+HIGHEST = tl.constexpr(15)
 
 
 @triton.jit
@@ -64,10 +75,9 @@ def _second_operand(x, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _query_part(pointers, real, up, X: tl.constexpr, MOVE: tl.constexpr):
-    """BF16 queries -> FP16 of the same value times `up`."""
-    q = (from_bf16(tl.load(pointers, mask=real, other=0.0)) * up[None, :]).to(tl.float16)
-    if MOVE:  # once, and not in every turn of the loop
+def _query_part(q, X: tl.constexpr, MOVE: tl.constexpr):
+    """FP16 [X, 8] as the loop's dots want their second operand: once, and not in every turn."""
+    if MOVE:
         unit = (tl.arange(0, X)[:, None] == tl.arange(0, X)[None, :]).to(tl.float16)
         q = _second_operand(tl.dot(unit, q).to(tl.float16), X)
     return q
@@ -87,12 +97,12 @@ def _two_halves(a, b, ROWS: tl.constexpr, N: tl.constexpr):
 def _share_fp4(
     q, k, v, k_scales, v_scales, tables, partial, lse, scale_log2, table_stride, b, g, start, stop, at,
     G: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    WIDE: tl.constexpr, ASM: tl.constexpr, MOVE: tl.constexpr,
+    WIDE: tl.constexpr, ASM: tl.constexpr, MOVE: tl.constexpr, LAZY: tl.constexpr,
 ):  # fmt: skip
     """Tokens [start, stop) of sequence b and KV head g, to share number `at`.
 
     k int32 [P, G, PAGE, W], v int32 [P, G, W, PAGE]; k_scales and v_scales seen as int16, two bytes in one. partial
-    f32 [shares, R, J, X] holds each share's own softmax; lse f32 [shares, R] its log2 weight.
+    f32 [shares, R, D] holds each share's own softmax; lse f32 [shares, R] its log2 weight.
     """
     W: tl.constexpr = D // 8  # words of a row
     SPREAD: tl.constexpr = W >= 16
@@ -100,56 +110,71 @@ def _share_fp4(
     ALIGNED: tl.constexpr = PAGE % TILE == 0
     at *= R
     x, r, n = tl.arange(0, X), tl.arange(0, RP), tl.arange(0, TILE)
-    # Queries, times a power of two that brings the largest of each into [1, 2): FP16 then holds their BF16 values.
-    real = (r < R)[None, :]
-    if SPREAD:
-        unit = spread(x)
-        q_d = unit // 4 * 32 + unit % 4 * 4  # of value 0; value 4 lies in the next block
-    else:
-        q_d = x // 8 * 32 + x % 2 * 16 + x // 2 % 4 * 4
-    q_row = q + (b * G + g) * R * D
-    d = tl.arange(0, D)
-    all_q = from_bf16(tl.load(q_row + r[None, :] * D + d[:, None], mask=real, other=0.0))
-    exponent = (tl.max(tl.abs(all_q), axis=0).to(tl.int32, bitcast=True) >> 23) & 0xFF
-    exponent = tl.minimum(tl.maximum(exponent, 1), 253)
-    up = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    scale = (exponent << 23).to(tl.float32, bitcast=True) * scale_log2
-    q_XR = q_row + r[None, :] * D + q_d[:, None]
-    q0 = _query_part(q_XR, real, up, X, MOVE)
-    q1 = _query_part(q_XR + 1, real, up, X, MOVE)
-    q2 = _query_part(q_XR + 2, real, up, X, MOVE)
-    q3 = _query_part(q_XR + 3, real, up, X, MOVE)
-    o0 = tl.zeros([X, RP], tl.float32)
-    o1, o2, o3 = o0, o0, o0
-    if SPREAD:
-        q4 = _query_part(q_XR + 16, real, up, X, MOVE)
-        q5 = _query_part(q_XR + 17, real, up, X, MOVE)
-        q6 = _query_part(q_XR + 18, real, up, X, MOVE)
-        q7 = _query_part(q_XR + 19, real, up, X, MOVE)
-        o4, o5, o6, o7 = o0, o0, o0, o0
-    m = tl.full([RP], float("-inf"), tl.float32)
-    ones = tl.full([16, TILE], 1.0, tl.float16)
-    l = tl.zeros([16, RP], tl.float32)  # every row the sum of p
     tables += b.to(tl.int64) * table_stride
     i, block, pair, n2 = tl.arange(0, W), tl.arange(0, D // 16), tl.arange(0, D // 32), tl.arange(0, TILE // 2)
     nk = spread(n) if SPREAD else n  # rows of K in the order that makes p's rows those of V
+    # Asked for before the queries: the first tile's loads wait for it.
     k_page = _pages(tables, start + nk, stop, PAGE, TILE, start, WIDE)
     if not ALIGNED:
         v_page = _pages(tables, start + n, stop, PAGE, TILE, start, WIDE)
         s_page = _pages(tables, start + 2 * n2, stop, PAGE, TILE, start, WIDE)
+    # Queries, times a power of two that brings the largest of each into [1, 2): FP16 then holds their BF16 values.
+    J: tl.constexpr = 8 if SPREAD else 4
+    if SPREAD:
+        unit = spread(x)
+        q_d = unit // 4 * 32 + unit % 4 * 4
+    else:
+        q_d = x // 8 * 32 + x % 2 * 16 + x // 2 % 4 * 4
+    v_d = tl.arange(0, J) % 4 + tl.arange(0, J) // 4 * 16  # value 4 lies in the next block
+    q_XRJ = q + (b * G + g) * R * D + r[None, :, None] * D + q_d[:, None, None] + v_d[None, None, :]
+    all_q = from_bf16(tl.load(q_XRJ, mask=(r < R)[None, :, None], other=0.0))
+    exponent = (tl.max(tl.max(tl.abs(all_q), axis=2), axis=0).to(tl.int32, bitcast=True) >> 23) & 0xFF
+    exponent = tl.minimum(tl.maximum(exponent, 1), 253)
+    up = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    scale = (exponent << 23).to(tl.float32, bitcast=True) * scale_log2
+    all_q = (all_q * up[None, :, None]).to(tl.float16)
+    o0 = tl.zeros([X, RP], tl.float32)
+    o1, o2, o3 = o0, o0, o0
+    if SPREAD:
+        even, odd = tl.split(tl.reshape(all_q, (X, RP, 2, 2, 2)))
+        q_04, q_26 = tl.split(even)
+        q_15, q_37 = tl.split(odd)
+        q0, q4 = tl.split(q_04)
+        q1, q5 = tl.split(q_15)
+        q2, q6 = tl.split(q_26)
+        q3, q7 = tl.split(q_37)
+        q4, q5 = _query_part(q4, X, MOVE), _query_part(q5, X, MOVE)
+        q6, q7 = _query_part(q6, X, MOVE), _query_part(q7, X, MOVE)
+        o4, o5, o6, o7 = o0, o0, o0, o0
+    else:
+        even, odd = tl.split(tl.reshape(all_q, (X, RP, 2, 2)))
+        q0, q2 = tl.split(even)
+        q1, q3 = tl.split(odd)
+    q0, q1 = _query_part(q0, X, MOVE), _query_part(q1, X, MOVE)
+    q2, q3 = _query_part(q2, X, MOVE), _query_part(q3, X, MOVE)
+    m = tl.full([RP], float("-inf"), tl.float32)
+    ones = tl.full([16, TILE], 1.0, tl.float16)
+    l = tl.zeros([16, RP], tl.float32)  # every row the sum of p
     for first in tl.range(start, stop, TILE):
         # Stale slots past the end hold some finite FP4 value, whose p is 0.
         if ALIGNED:
             row, place = k_page * G + g, (first // TILE) % (PAGE // TILE) * TILE
             k_at, v_at = row * (PAGE * W) + place * W, row * (PAGE * W) + place
-            k_u = tl.load(k + k_at + (nk[:, None] * W + i[None, :]))
-            v_u = tl.load(v + v_at + (n[None, :] + i[:, None] * PAGE))
+            # Whole tiles lie side by side in memory: addresses that differ by constants.
+            k_u = tl.reshape(tl.load(k + k_at + tl.arange(0, TILE * W)), (TILE, W))
             ks_at, vs_at = (
                 row * (PAGE * D // 32) + place * (D // 32),
                 row * (PAGE * D // 32) + ((first // TILE) % (PAGE // TILE) * (TILE // 2)),
             )
-            k_s = tl.load(k_scales + ks_at + (nk[:, None] * (D // 32) + pair[None, :]))
-            v_s = tl.load(v_scales + vs_at + (n2[None, :] + block[:, None] * (PAGE // 2)))
+            k_s = tl.reshape(tl.load(k_scales + ks_at + tl.arange(0, TILE * (D // 32))), (TILE, D // 32))
+            if SPREAD:
+                k_u, k_s = spread_rows(k_u, TILE, W), spread_rows(k_s, TILE, D // 32)
+            if PAGE == TILE:
+                v_u = tl.reshape(tl.load(v + v_at + tl.arange(0, TILE * W)), (W, TILE))
+                v_s = tl.reshape(tl.load(v_scales + vs_at + tl.arange(0, TILE * (D // 32))), (D // 16, TILE // 2))
+            else:
+                v_u = tl.load(v + v_at + (n[None, :] + i[:, None] * PAGE))
+                v_s = tl.load(v_scales + vs_at + (n2[None, :] + block[:, None] * (PAGE // 2)))
         else:
             k_row, v_row, s_row = k_page * G + g, v_page * G + g, s_page * G + g
             k_place, v_place, s_place = (first + nk) % PAGE, (first + n) % PAGE, (first // 2 + n2) % (PAGE // 2)
@@ -181,46 +206,65 @@ def _share_fp4(
             s = dot(_two_halves(k3, k7, False, TILE), q3, s)
         if first + TILE > stop:
             s = tl.where((first + nk < stop)[:, None], s, float("-inf"))
-        # p = 2^(s - m) lies below 2^P_EXPONENT, so that FP16 keeps all bits of small ones.
-        m_new = tl.maximum(m, tl.max(s, axis=0) * scale - P_EXPONENT)
-        p = tl.exp2(s * scale[None, :] - m_new[None, :]).to(tl.float16)
+        # p = 2^(s - m) lies below 2^P_EXPONENT, so that FP16 keeps all bits of small ones. LAZY: m stays as long as p
+        # lies below 2^HIGHEST, which FP16 holds too; then nothing is exchanged between threads but one vote.
+        if LAZY:
+            own = tl.max(tl.reshape(s, (TILE // 8, 8, RP)), axis=0)
+            outgrown = own * scale[None, :] > (m + HIGHEST)[None, :]
+            outgrown = tl.max(tl.reshape(outgrown.to(tl.int32), (8, RP // 2, 2)), axis=2)
+            if tl.max(outgrown) > 0:
+                m_new = tl.maximum(m, tl.max(s, axis=0) * scale - P_EXPONENT)
+                f = tl.exp2(m - m_new)[None, :]
+                m = m_new
+                l *= f
+                o0, o1, o2, o3 = o0 * f, o1 * f, o2 * f, o3 * f
+                if SPREAD:
+                    o4, o5, o6, o7 = o4 * f, o5 * f, o6 * f, o7 * f
+            p = tl.exp2(s * scale[None, :] - m[None, :]).to(tl.float16)
+        else:
+            m_new = tl.maximum(m, tl.max(s, axis=0) * scale - P_EXPONENT)
+            p = tl.exp2(s * scale[None, :] - m_new[None, :]).to(tl.float16)
+            f = tl.exp2(m - m_new)[None, :]
+            m = m_new
+            l *= f
+            o0, o1, o2, o3 = o0 * f, o1 * f, o2 * f, o3 * f
+            if SPREAD:
+                o4, o5, o6, o7 = o4 * f, o5 * f, o6 * f, o7 * f
         if MOVE:
             p = _second_operand(p, TILE)
-        factor = tl.exp2(m - m_new)
-        m = m_new
-        f = factor[None, :]
         if SPREAD:
-            v_u = spread_columns(v_u, W, TILE)
+            v_u = spread_columns(block_rows(v_u, W, TILE), W, TILE)
         v0, v1, v2, v3, v4, v5, v6, v7 = unpack(v_u, token_scales(v_s, W, TILE, SPREAD), True, ASM)
-        l = dot(ones, p, l * f)
+        l = dot(ones, p, l)
         if SPREAD:
-            o0 = dot(v0, p, o0 * f)
-            o1 = dot(v1, p, o1 * f)
-            o2 = dot(v2, p, o2 * f)
-            o3 = dot(v3, p, o3 * f)
-            o4 = dot(v4, p, o4 * f)
-            o5 = dot(v5, p, o5 * f)
-            o6 = dot(v6, p, o6 * f)
-            o7 = dot(v7, p, o7 * f)
+            o0 = dot(v0, p, o0)
+            o1 = dot(v1, p, o1)
+            o2 = dot(v2, p, o2)
+            o3 = dot(v3, p, o3)
+            o4 = dot(v4, p, o4)
+            o5 = dot(v5, p, o5)
+            o6 = dot(v6, p, o6)
+            o7 = dot(v7, p, o7)
         else:
-            o0 = dot(_two_halves(v0, v4, True, TILE), p, o0 * f)
-            o1 = dot(_two_halves(v1, v5, True, TILE), p, o1 * f)
-            o2 = dot(_two_halves(v2, v6, True, TILE), p, o2 * f)
-            o3 = dot(_two_halves(v3, v7, True, TILE), p, o3 * f)
+            o0 = dot(_two_halves(v0, v4, True, TILE), p, o0)
+            o1 = dot(_two_halves(v1, v5, True, TILE), p, o1)
+            o2 = dot(_two_halves(v2, v6, True, TILE), p, o2)
+            o3 = dot(_two_halves(v3, v7, True, TILE), p, o3)
     # Sum and outputs of this share relative to its maximum; the second kernel needs the maximum and the sum as one.
     l_R = tl.max(l, axis=0)
     tl.store(lse + at + r, m + tl.log2(l_R), mask=r < R)
     inverse = (1.0 / l_R)[None, :]
-    out = partial + (at + r[None, :]).to(tl.int64) * D + x[:, None]
-    tl.store(out, o0 * inverse, mask=real)
-    tl.store(out + X, o1 * inverse, mask=real)
-    tl.store(out + 2 * X, o2 * inverse, mask=real)
-    tl.store(out + 3 * X, o3 * inverse, mask=real)
+    o0, o1, o2, o3 = o0 * inverse, o1 * inverse, o2 * inverse, o3 * inverse
+    out = partial + (at + r[None, :, None]).to(tl.int64) * D
     if SPREAD:
-        tl.store(out + 4 * X, o4 * inverse, mask=real)
-        tl.store(out + 5 * X, o5 * inverse, mask=real)
-        tl.store(out + 6 * X, o6 * inverse, mask=real)
-        tl.store(out + 7 * X, o7 * inverse, mask=real)
+        o4, o5, o6, o7 = o4 * inverse, o5 * inverse, o6 * inverse, o7 * inverse
+        o = tl.join(tl.join(tl.join(o0, o4), tl.join(o2, o6)), tl.join(tl.join(o1, o5), tl.join(o3, o7)))
+        o = tl.reshape(o, (X, RP, 8))
+        d = ((x & ~15) | (x & 7) << 1 | (x & 8) >> 3)[:, None, None] * 8 + tl.arange(0, 8)[None, None, :]
+    else:
+        o = tl.reshape(tl.join(tl.join(o0, o2), tl.join(o1, o3)), (X, RP, 4))
+        d = (x % 8 * 8 + x // 8 * 4)[:, None, None] + tl.arange(0, 4)[None, None, :]
+    tl.store(out + d, o, mask=(r < R)[None, :, None])
 
 
 @triton.jit
@@ -270,7 +314,8 @@ def _share_dense(
 def _attend(
     q, k, v, k_scales, v_scales, tables, lengths, partial, lse, scale_log2, table_stride, SPLITS,
     G: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    WIDE: tl.constexpr, FP4: tl.constexpr, ASM: tl.constexpr, MOVE: tl.constexpr, PDL: tl.constexpr,
+    WIDE: tl.constexpr, FP4: tl.constexpr, ASM: tl.constexpr, MOVE: tl.constexpr, LAZY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One share a program: split, KV head, sequence; shares [B, G, SPLITS]."""
     follow(PDL)
@@ -284,7 +329,7 @@ def _attend(
     if FP4:
         _share_fp4(
             q, k, v, k_scales, v_scales, tables, partial, lse, scale_log2, table_stride, b, g, start, stop, at,
-            G, R, RP, D, PAGE, TILE, WIDE, ASM, MOVE,
+            G, R, RP, D, PAGE, TILE, WIDE, ASM, MOVE, LAZY,
         )  # fmt: skip
     else:
         _share_dense(
@@ -293,18 +338,54 @@ def _attend(
         )  # fmt: skip
 
 
+@triton.jit
+def _add_shares(
+    partial, lse, out, v_epilogue, context, first, count, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    """A context's output from its shares first to first + count - 1, in that order, by whichever program is last."""
+    r, d = tl.arange(0, RP), tl.arange(0, D)
+    real = r < R
+    m = tl.full([RP], float("-inf"), tl.float32)
+    total = tl.zeros([RP], tl.float32)
+    acc = tl.zeros([RP, D], tl.float32)
+    for i in tl.range(0, count, num_stages=1):
+        row = (first + i) * R + r
+        x = tl.load(lse + row, mask=real, other=0.0)
+        values = tl.load(partial + row.to(tl.int64)[:, None] * D + d[None, :], mask=real[:, None], other=0.0)
+        m_new = tl.maximum(m, x)
+        weight, factor = tl.exp2(x - m_new), tl.exp2(m - m_new)
+        acc, total = acc * factor[:, None] + values * weight[:, None], total * factor + weight
+        m = m_new
+    y = acc / total[:, None] * v_epilogue
+    tl.store(out + (context * R + r).to(tl.int64)[:, None] * D + d[None, :], to_bf16(y), mask=real[:, None])
+
+
+@triton.jit
+def _clear_empty(lengths, out, b, B, STEP, G: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr):
+    """Outputs of sequences b, b + STEP, ... that have no tokens: 0."""
+    r, d = tl.arange(0, RP), tl.arange(0, D)
+    while b < B:
+        if tl.load(lengths + b) == 0:
+            for g in tl.range(0, G):
+                at = ((b * G + g) * R + r).to(tl.int64)[:, None] * D + d[None, :]
+                tl.store(out + at, tl.zeros([RP, D], tl.bfloat16), mask=(r < R)[:, None])
+        b += STEP
+
+
 @Checked
 @triton.jit(do_not_specialize=["B"])
 def _attend_evenly(
-    q, k, v, k_scales, v_scales, tables, lengths, partial, lse, spans, scale_log2, table_stride, B, PROGRAMS,
-    BP: tl.constexpr, LEAST: tl.constexpr,
+    q, k, v, k_scales, v_scales, tables, lengths, partial, lse, spans, out, v_epilogue, scale_log2, table_stride, B,
+    PROGRAMS, BP: tl.constexpr, LEAST: tl.constexpr, FUSED: tl.constexpr,
     G: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    WIDE: tl.constexpr, FP4: tl.constexpr, ASM: tl.constexpr, MOVE: tl.constexpr, PDL: tl.constexpr,
+    WIDE: tl.constexpr, FP4: tl.constexpr, ASM: tl.constexpr, MOVE: tl.constexpr, LAZY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Equal parts of all tiles, at least LEAST tiles each; in order of sequence, KV head, token.
 
     Program p's share of context c = b * G + g has the number p + c: no two have the same, since the next program's
-    first context is this one's last or a later one. spans int32 [B, G, 2]: first and last program of a context.
+    first context is this one's last or a later one. spans int32 [B, G, 2]: first and last program of a context. FUSED:
+    instead [B, G], all 0, and left so: how many of a context's programs are done; the last one adds up out [B, H, D].
     """
     follow(PDL)
     p = tl.program_id(0)
@@ -325,32 +406,43 @@ def _attend_evenly(
             first = here - base - g * tiles
             last = tl.minimum(tiles, first + end - here)
             c = b * G + g
-            if first == 0:
-                tl.store(spans + 2 * c, p)
-            if last == tiles:
-                tl.store(spans + 2 * c + 1, p)
+            if not FUSED:
+                if first == 0:
+                    tl.store(spans + 2 * c, p)
+                if last == tiles:
+                    tl.store(spans + 2 * c + 1, p)
             start, stop = first * TILE, tl.minimum(last * TILE, length)
             if FP4:
                 _share_fp4(
                     q, k, v, k_scales, v_scales, tables, partial, lse, scale_log2, table_stride, b, g, start, stop,
-                    p + c, G, R, RP, D, PAGE, TILE, WIDE, ASM, MOVE,
+                    p + c, G, R, RP, D, PAGE, TILE, WIDE, ASM, MOVE, LAZY,
                 )  # fmt: skip
             else:
                 _share_dense(
                     q, k, v, tables, partial, lse, scale_log2, table_stride, b, g, start, stop, p + c,
                     G, R, RP, D, PAGE, TILE, WIDE,
                 )  # fmt: skip
+            if FUSED:
+                begin = here - first  # of the context, among all tiles
+                first_program = begin // part
+                count = (begin + tiles - 1) // part - first_program + 1
+                tl.debug_barrier()  # all threads' shares are written before one thread says so
+                if tl.atomic_add(spans + c, 1, sem="acq_rel") == count - 1:
+                    tl.store(spans + c, 0)
+                    _add_shares(partial, lse, out, v_epilogue, c, first_program + c, count, R, RP, D)
             here += last - first
         if here >= base + tiles * G:
             base += tiles * G
             b += 1
+    if FUSED:
+        _clear_empty(lengths, out, p, B, PROGRAMS, G, R, RP, D)
 
 
 @Checked
 @triton.jit
 def _combine(
     partial, lse, lengths, spans, out, v_epilogue, SPLITS,
-    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, FP4: tl.constexpr, CHUNK: tl.constexpr,
+    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
     HEADS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Adds the shares of HEADS query heads of a sequence, CHUNK at a time: out [B, H, D]; 0 where it is empty."""
@@ -399,11 +491,6 @@ def _combine(
             total = total * factor + tl.sum(weight, axis=0)
             m = m_new
     y = tl.where(total == 0.0, 0.0, acc / tl.where(total == 0.0, 1.0, total)) * v_epilogue
-    if FP4:  # value j of unit x stands in column j * X + x of a share
-        if D >= 128:
-            y = tl.reshape(tl.permute(tl.reshape(y, (HEADS, 8, D // 8)), (0, 2, 1)), (HEADS * D,))
-        else:
-            y = tl.reshape(tl.permute(tl.reshape(y, (HEADS, 4, 2, 8)), (0, 3, 2, 1)), (HEADS * D,))
     tl.store(out + (b * (G * R) + h).to(tl.int64) * D + n, to_bf16(y))
 
 
@@ -411,8 +498,11 @@ def _combine(
 class AttentionConfig:
     """How the work is cut: tokens of a tile, warps and pipeline stages of a program, programs wanted on the device.
 
-    even: equal parts of all contexts, else one share a program. registers: at most so many a thread. asm: unpack with
-    PTX; move: FP4 with one warp and at most 8 query heads per KV head turns operands with `movmatrix`.
+    even: equal parts of all contexts, else one share a program. registers: at most so many a thread; a scheduler has
+    16384, so 168 let three warps stay on each of the four, 128 four, and nothing between them brings another. asm:
+    unpack with PTX; move: FP4 with one warp and at most 8 query heads per KV head turns operands with `movmatrix`.
+    lazy: FP4 rescales its sums only where a score would else leave FP16's range; the same result, rounded elsewhere.
+    fused: with equal parts of few shares a context, the last program of a context adds its shares; no second kernel.
     """
 
     tile: int
@@ -423,6 +513,8 @@ class AttentionConfig:
     move: bool = True
     even: bool = False
     registers: int | None = None
+    lazy: bool = False
+    fused: bool = False
 
 
 def default_config(fp4: bool, head_dim: int, device: torch.device) -> AttentionConfig:
@@ -462,9 +554,15 @@ def paged_decode(
     device = q_BHD.device
     partial = torch.empty(shares, R, D, dtype=torch.float32, device=device)
     lse = torch.empty(shares, R, dtype=torch.float32, device=device)
-    spans = torch.empty(B, G, 2, dtype=torch.int32, device=device) if config.even else None
+    # Contexts of equal length have at most so many shares each; longer ones take several turns.
+    most = triton.next_power_of_2(config.programs // (B * G) + 2 if config.even else splits)
+    fused = config.even and config.fused and most <= 8
+    spans = None
+    if config.even:
+        spans = _arrivals(B * G, device) if fused else torch.empty(B, G, 2, dtype=torch.int32, device=device)
     out = torch.empty_like(q_BHD)
     rp = max(8 if fp4 else 16, triton.next_power_of_2(R))
+    epilogue = cache.v_epilogue * (2.0**VALUE_EXPONENT if fp4 else 1.0)
     scale = scaling * cache.k_epilogue * 1.4426950408889634 * (2.0**VALUE_EXPONENT if fp4 else 1.0)
     scales: tuple[Tensor | None, Tensor | None] = (None, None)
     if cache.k_scales is not None and cache.v_scales is not None:
@@ -472,29 +570,42 @@ def paged_decode(
     operands = (q_BHD, cache.k, cache.v, *scales, tables_BP, lengths_B, partial, lse)
     constants = {"G": G, "R": R, "RP": rp, "D": D, "PAGE": cache.page_size, "TILE": config.tile, "FP4": fp4}
     constants |= {"WIDE": 2 * cache.k.numel() >= 2**31, "ASM": config.asm}
+    constants["LAZY"] = config.lazy
     constants["MOVE"] = fp4 and config.asm and config.move and config.num_warps == 1 and rp == 8
     launch = {"num_warps": config.num_warps, "num_stages": config.num_stages, **following()}
     if config.registers is not None:
         launch["maxnreg"] = config.registers
     if config.even:
         kernel = _attend_evenly[(config.programs,)](
-            *operands, spans, scale, tables_BP.stride(0), B, config.programs, BP=_bins(B),
-            LEAST=max(1, 256 // config.tile), **constants, **launch,
+            *operands, spans, out, epilogue, scale, tables_BP.stride(0), B, config.programs, BP=_bins(B),
+            LEAST=max(1, 256 // config.tile), FUSED=fused, **constants, **launch,
         )  # fmt: skip
     else:
         kernel = _attend[(splits, G, B)](*operands, scale, tables_BP.stride(0), splits, **constants, **launch)
     if fp4:
         require_pairs(kernel)
-    epilogue = cache.v_epilogue * (2.0**VALUE_EXPONENT if fp4 else 1.0)
-    # Contexts of equal length have at most so many shares each; longer ones take several turns.
-    most = triton.next_power_of_2(config.programs // (B * G) + 2 if config.even else splits)
+    if fused:
+        return out
     heads = _heads_together(R, D) if most <= 8 else 1
     chunk = min(most, 64)
     _combine[(H // heads, B)](
-        partial, lse, lengths_B, spans, out, epilogue, splits, G=G, R=R, D=D, TILE=config.tile, FP4=fp4, CHUNK=chunk,
+        partial, lse, lengths_B, spans, out, epilogue, splits, G=G, R=R, D=D, TILE=config.tile, CHUNK=chunk,
         HEADS=heads, EVEN=config.even, num_warps=max(1, heads * D // 128) * max(1, chunk // 8), **following(),
     )  # fmt: skip
     return out
+
+
+_done: dict[torch.device, list[Tensor]] = {}  # what a captured graph has seen must stay
+
+
+def _arrivals(contexts: int, device: torch.device) -> Tensor:
+    """int32 zeros, one for a context; kernels leave them so. One device's calls must not overlap."""
+    known = _done.setdefault(device, [])
+    if not known or known[-1].numel() < contexts:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise KernelError("attention in one kernel must have run at this size before it is captured")
+        known.append(torch.zeros(max(1 << 14, contexts), dtype=torch.int32, device=device))
+    return known[-1]
 
 
 def _bins(B: int) -> int:
