@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from scripts import load_script
+
 RECIPES = Path(__file__).parents[3] / "recipes" / "verl"
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, RECIPES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-acceptance, reward = load("acceptance"), load("sums_reward")
+acceptance, reward = load_script(RECIPES / "acceptance.py"), load_script(RECIPES / "sums_reward.py")
 
 
 def lines(diff: float, share: float | None = None) -> list[dict[str, float]]:
