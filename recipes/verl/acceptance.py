@@ -23,11 +23,13 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from itertools import product
@@ -35,7 +37,7 @@ from pathlib import Path
 from statistics import mean
 
 from tracefp4 import signals
-from tracefp4.compare import Child, end_children
+from tracefp4.compare import Child
 from tracefp4.report.provenance import provenance
 
 Steps = list[dict[str, float]]
@@ -43,7 +45,7 @@ Steps = list[dict[str, float]]
 
 DIFF, SHARE = "mismatch/logprob_abs_diff_mean", "guidance/guided_share"
 METHOD_KEY = "actor_rollout_ref.model.override_config.tracefp4.method"
-POLL_SECONDS = 0.2
+POLL_SECONDS, GRACE_SECONDS = 0.2, 25.0
 TRACE_AT_MOST, QAT_AT_LEAST, GUIDED_AT_LEAST = 1.5, 3.0, 0.99
 SEGMENTS, LAG = "guidance/segments_mean", "guidance/version_lag_max"
 MODES = ("sync", "colocate_async", "separate_async", "turns")
@@ -145,10 +147,34 @@ class Run:
         return read_metrics(self.folder / "metrics.jsonl")
 
     def end(self) -> None:
-        """Ends verl's driver and its cluster, by force where they do not. Ray's logs stay where it failed."""
-        end_children([self.child])
+        end_runs([self])
+
+    def forget(self) -> None:
+        """Removes what Ray wrote, unless the run failed."""
         if not self._failed:
             shutil.rmtree(self._ray, ignore_errors=True)
+
+
+def end_runs(runs: Sequence[Run]) -> None:
+    """Ends runs that go on: their drivers are asked, then killed. What is left of the groups they lead goes with them.
+
+    Asked first, a driver ends its cluster before itself. Ray's workers lead groups of their own: those of a cluster
+    that is killed live on for seconds, until they notice.
+    """
+    drivers = [run.child.process for run in runs if run.child.process is not None]
+    for driver in drivers:
+        driver.terminate()
+    deadline = time.monotonic() + GRACE_SECONDS
+    try:
+        while any(driver.poll() is None for driver in drivers) and time.monotonic() < deadline:
+            time.sleep(0.02)
+    finally:  # a second signal cuts the wait short
+        for driver in drivers:
+            with suppress(ProcessLookupError):
+                os.killpg(driver.pid, signal.SIGKILL)
+            driver.wait()
+        for run in runs:
+            run.forget()
 
 
 def run_modes(
@@ -184,9 +210,7 @@ def run_modes(
             if running:
                 time.sleep(POLL_SECONDS)
     finally:
-        end_children([run.child for run in running])  # all at once: each may take its time
-        for run in running:
-            run.end()
+        end_runs(running)
 
 
 def policy_folder(out: Path) -> Path:
@@ -305,7 +329,8 @@ def write_tables(out: Path, rows: list[Row]) -> None:
     facts["versions"] |= {name: metadata.version(name) for name in ("verl", "ray", "TransferQueue")}
     text = json.dumps({"rows": [asdict(row) for row in rows], "provenance": facts}, indent=1)
     (out / "table.json").write_text(text + "\n", encoding="utf-8")
-    lines = [HEAD_CELLS, ["---"] * 2 + ["---:"] * (len(HEADS) - 2), *(row.cells() for row in rows)]
+    heads = [head.replace("|", r"\|") for head in HEAD_CELLS]
+    lines = [heads, ["---"] * 2 + ["---:"] * (len(HEADS) - 2), *(row.cells() for row in rows)]
     (out / "table.md").write_text("".join(f"| {' | '.join(cells)} |\n" for cells in lines), encoding="utf-8")
 
 

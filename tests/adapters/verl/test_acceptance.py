@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from processes import alive, read_pid
+from processes import alive, read_pid, wait_for
 from scripts import load_script
 
 RECIPES = Path(__file__).parents[3] / "recipes" / "verl"
@@ -92,7 +92,9 @@ def test_the_rows_are_written_as_json_and_markdown(monkeypatch: pytest.MonkeyPat
     assert [(row["mode"], row["guided"]) for row in table["rows"]] == [("bf16", None), ("trace", 1.0)]
     assert table["rows"][1]["over_bf16"] == pytest.approx(1.2)
     assert "torch" in table["provenance"]["versions"]
-    assert "| sync:1 | trace | 2 | 0.00120 | 1.20x | 100.00% |" in (tmp_path / "table.md").read_text()
+    markdown = (tmp_path / "table.md").read_text()
+    assert "| sync:1 | trace | 2 | 0.00120 | 1.20x | 100.00% |" in markdown
+    assert r"| mean \|dlogp\| |" in markdown
 
 
 def test_rows_that_come_out_of_order_end_in_order_each_over_its_bf16(
@@ -211,9 +213,10 @@ def test_only_the_last_lines_of_a_log_are_shown(tmp_path: Path) -> None:
     assert text.splitlines() == [f"==> {tmp_path / 'log.txt'} <==", "begun", "ended"]
 
 
-# What verl's driver is to its cluster: a process that would go on without it.
+# As verl's driver: it ends its cluster, a process that would go on without it, and then itself.
 WAITS = """#!/bin/sh
 sleep 300 &
+trap 'kill $!; exit 1' TERM
 echo $! > "$1/pid"
 wait
 """
@@ -231,6 +234,18 @@ def test_a_signal_ends_all_jobs(tmp_path: Path, temporary: Path, signum: int) ->
     assert script.wait(60) == 128 + signum
     assert not any(alive(pid) for pid in pids)
     assert not (tmp_path / "trace").exists()
+    assert not list(temporary.iterdir())
+
+
+def test_a_run_that_does_not_end_is_killed(tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptance, "__file__", str(scripted(tmp_path, WAITS.replace("kill $!; exit 1", ""))))
+    monkeypatch.setattr(acceptance, "GRACE_SECONDS", 0.2)
+    run = acceptance.Run(tmp_path / "run", "bf16", 1, [])
+    run.start()
+    pid = read_pid(tmp_path / "run" / "pid")
+    run.end()
+    assert run.child.poll() == -signal.SIGKILL
+    assert wait_for(lambda: not alive(pid))
     assert not list(temporary.iterdir())
 
 
