@@ -261,6 +261,19 @@ def test_jobs_on_a_gpu_find_one_policy(tmp_path: Path, monkeypatch: pytest.Monke
     assert made == [tmp_path / "policy", Path("/elsewhere")]
 
 
+def test_a_policy_is_made_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another interpreter in Python's place, which writes down what it was asked to run."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$1" >> "$2.said"\nmkdir "$2"\ntouch "$2/config.json"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    for _ in range(2):
+        acceptance.make_policy(tmp_path / "policy")
+    (script,) = (tmp_path / "policy.said").read_text().splitlines()
+    assert Path(script) == RECIPES.parents[1] / "benchmarks" / "larger_policy.py"
+    assert Path(script).exists()
+
+
 @pytest.mark.parametrize(("device", "platform"), [("cpu", "cpu"), ("gpu", "nvidia")])
 def test_both_scripts_start_the_same_recipe(tmp_path: Path, device: str, platform: str) -> None:
     """With another interpreter in Python's place, which says what it was asked to run."""
