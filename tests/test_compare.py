@@ -7,13 +7,13 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from processes import alive, read_pid, wait_for
 from tracefp4.compare import Command, CompareError, compare, train_command
 from tracefp4.config import ConfigError
 from tracefp4.files import StorageError, folder_lock
@@ -54,28 +54,6 @@ def fake(**scripts: str) -> Command:
         return [sys.executable, "-S", "-c", script, mode, str(folder), names, recipe, *overrides]
 
     return command
-
-
-def alive(pid: int) -> bool:
-    """Whether the process runs; one that ended and was not yet collected does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 60) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return condition()
-
-
-def read_pid(path: Path) -> int:
-    assert wait_for(lambda: path.exists() and path.read_text() != "")
-    return int(path.read_text())
 
 
 def test_the_command_of_a_mode(tmp_path: Path) -> None:

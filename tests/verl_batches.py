@@ -5,6 +5,7 @@ Imports verl: import it after ``pytest.importorskip("verl")``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -100,3 +101,24 @@ def update(
     figures = {f"actor/{k}": v.aggregate() for k, v in metrics.items() if hasattr(v, "aggregate")}
     rename_figures(figures)
     return figures
+
+
+def check_code_mismatch(make: Callable[[str, Path], Any], folder: Path, use_remove_padding: bool = False) -> None:
+    """Asserts what an update of probed rows reports: every recorded site and layer, and that guidance brings the slots
+    together.
+
+    make: a verl engine of a method, with its store at a path.
+    """
+    figures = {}
+    for method in ("qat", "trace-all"):
+        url = folder / method
+        engine = make(method, url)
+        done, recipe_hash = rollout(method, url, engine.get_per_tensor_param()[0], probe_every=2)
+        figures[method] = update(engine, done, recipe_hash, "vanilla", use_remove_padding)
+    qat, trace = figures["qat"], figures["trace-all"]
+    for name in ("code_mismatch/before", "code_mismatch/after", "scale_mismatch/before", "d_act/after"):
+        per_layer = {n for n in qat if n.startswith(f"{name}/")}
+        assert per_layer == {f"{name}/{s}/layer{i}" for s in ("expert_input", "key", "value") for i in (0, 1)}
+    assert qat["code_mismatch/before"] == qat["code_mismatch/after"] > 0
+    assert trace["code_mismatch/after"] < 0.2 * trace["code_mismatch/before"]
+    assert 0 <= trace["router/topk_disagreement"] < 0.2

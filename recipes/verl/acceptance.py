@@ -1,14 +1,17 @@
-"""GRPO through verl in several modes, one Ray job after another, and the bounds that a working adapter keeps.
+"""GRPO through verl in several modes, each a Ray job of its own, and the bounds that a working adapter keeps.
 
     python recipes/verl/acceptance.py runs/verl [--steps 20] [--modes bf16,qat,trace] [--shapes sync:1] [--device cpu]
-        [--seconds 0] [key=value ...]
+        [--jobs 1] [--seconds 0] [key=value ...]
 
 Prints one row a shape and mode, writes them to OUT/table.json and OUT/table.md, and exits with 1 where a bound is
 broken: guided rows at least 99 % of the eligible ones; in sync shapes TRACE's mean |log-prob difference| at most 1.5
 times that of bf16, vanilla QAT's at least 3 times. Arguments with a "=" go to verl.
 
 --device gpu runs on this machine's GPUs, with a larger policy (run_gpu.sh). --seconds ends everything after so long: a
-run that is stopped then, or not begun since the longest so far would not fit, is a broken bound too.
+run that is stopped then, or not begun since the longest so far would not fit, is a broken bound too. --jobs runs so
+many modes of a shape at a time: worth while only on a machine of many cores, such as one with GPUs (the jobs then share
+the first of these), and what it says of time is no longer that of a run by itself. However this script ends, unless by
+SIGKILL, its jobs end with it.
 
 A shape is a trainer mode of verl (sync, colocate_async, separate_async, or turns: colocate_async with an agent loop of
 two turns) and a number of trainer ranks. "--shapes all" is every mode on 1 and on 2 ranks, turns on 1.
@@ -19,18 +22,30 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
+from itertools import product
 from pathlib import Path
 from statistics import mean
 
+from tracefp4 import signals
+from tracefp4.compare import Child
 from tracefp4.report.provenance import provenance
+
+Steps = list[dict[str, float]]
+"""Metrics of every step of a run."""
 
 DIFF, SHARE = "mismatch/logprob_abs_diff_mean", "guidance/guided_share"
 METHOD_KEY = "actor_rollout_ref.model.override_config.tracefp4.method"
+POLL_SECONDS, GRACE_SECONDS = 0.2, 25.0
 TRACE_AT_MOST, QAT_AT_LEAST, GUIDED_AT_LEAST = 1.5, 3.0, 0.99
 SEGMENTS, LAG = "guidance/segments_mean", "guidance/version_lag_max"
 MODES = ("sync", "colocate_async", "separate_async", "turns")
@@ -60,65 +75,173 @@ def shape_overrides(shape: str) -> list[str]:
     return keys
 
 
-def run(
-    folder: Path, mode: str, steps: int, overrides: list[str], device: str = "cpu", seconds: float | None = None
-) -> list[dict[str, float]]:
-    """Metrics of every step of one run; its output goes to FOLDER/log.txt.
+class Clock:
+    """What is left of the time for all runs; 0 seconds: no end."""
 
-    Raises SystemExit where verl fails, after the ends of its logs, and TimeoutError where it runs past ``seconds``.
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds if seconds else None
+        self._longest = 0.0
+
+    @property
+    def left(self) -> float | None:
+        return None if self._end is None else self._end - time.monotonic()
+
+    def note(self, seconds: float) -> None:
+        self._longest = max(self._longest, seconds)
+
+    def allows_another(self) -> bool:
+        return self.left is None or self.left > self._longest
+
+
+class Run:
+    """One run of verl with a Ray cluster of its own; its output goes to FOLDER/log.txt.
+
+    seconds: the longest it may take; None is no limit.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "metrics.jsonl").unlink(missing_ok=True)
-    command = [str(Path(__file__).with_name(f"run_{device}.sh")), str(folder), f"{METHOD_KEY}={mode}"]
-    command += [f"trainer.total_training_steps={steps}", *overrides]
-    begun = time.time()
-    with (folder / "log.txt").open("w") as log:
+
+    def __init__(
+        self,
+        folder: Path,
+        mode: str,
+        steps: int,
+        overrides: Sequence[str],
+        device: str = "cpu",
+        seconds: float | None = None,
+    ) -> None:
+        self.mode, self.folder, self._device, self._limit = mode, folder, device, seconds
+        self._failed = False
+        # Short, as the sockets in it have names of 107 characters at most. A folder of its own, since in Ray's usual
+        # one the newest cluster's logs would pass for those of this one.
+        self._ray = Path(tempfile.mkdtemp(prefix="ray"))
+        command = [str(Path(__file__).with_name(f"run_{device}.sh")), str(folder), f"{METHOD_KEY}={mode}"]
+        command += [f"trainer.total_training_steps={steps}", f"++ray_kwargs.ray_init._temp_dir={self._ray}"]
+        self.child = Child(mode, [*command, *overrides], folder, seeds=())
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, or has taken so far."""
+        return self.child.seconds
+
+    def start(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "metrics.jsonl").unlink(missing_ok=True)
         environment = os.environ | {"PYTHON": sys.executable}
-        if device == "gpu":  # one policy for all modes
-            environment.setdefault("SUMS_MODEL", str(folder.parent.resolve() / "policy"))
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-        try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            _end(process)
-            raise TimeoutError(f"mode {mode} was stopped after {seconds:.0f} s") from None
-    if code:
-        print(log_ends(folder, begun), file=sys.stderr)
-        raise SystemExit(f"mode {mode} ended with code {code}; see {folder / 'log.txt'}")
-    return read_metrics(folder / "metrics.jsonl")
+        if self._device == "gpu":
+            environment["SUMS_MODEL"] = str(policy_folder(self.folder.parent))
+        self.child.start(environment)
+
+    def result(self) -> Steps | None:
+        """Its steps; None while it goes on. Raises SystemExit where verl failed, after the ends of its logs, and
+        TimeoutError where it ran past its time."""
+        code = self.child.poll()
+        if code is None:
+            if self._limit is None or self.seconds < self._limit:
+                return None
+            self.end()
+            raise TimeoutError(f"mode {self.mode} was stopped after {self._limit:.0f} s")
+        if code:
+            self._failed = True
+            print(log_ends(self.folder, self._ray / "session_latest" / "logs"), file=sys.stderr)
+            raise SystemExit(f"mode {self.mode} ended with code {code}; see {self.child.log_path} and {self._ray}")
+        self.end()
+        return read_metrics(self.folder / "metrics.jsonl")
+
+    def end(self) -> None:
+        end_runs([self])
+
+    def forget(self) -> None:
+        """Removes what Ray wrote, unless the run failed."""
+        if not self._failed:
+            shutil.rmtree(self._ray, ignore_errors=True)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Asks verl's driver to end, which takes its Ray cluster along; kills it where it does not."""
-    process.terminate()
+def end_runs(runs: Sequence[Run]) -> None:
+    """Ends runs that go on: their drivers are asked, then killed. What is left of the groups they lead goes with them.
+
+    Asked first, a driver ends its cluster before itself. Ray's workers lead groups of their own: those of a cluster
+    that is killed live on for seconds, until they notice.
+    """
+    drivers = [run.child.process for run in runs if run.child.process is not None]
+    for driver in drivers:
+        driver.terminate()
+    deadline = time.monotonic() + GRACE_SECONDS
     try:
-        process.wait(20)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        while any(driver.poll() is None for driver in drivers) and time.monotonic() < deadline:
+            time.sleep(0.02)
+    finally:  # a second signal cuts the wait short
+        for driver in drivers:
+            with suppress(ProcessLookupError):
+                os.killpg(driver.pid, signal.SIGKILL)
+            driver.wait()
+        for run in runs:
+            run.forget()
 
 
-RAY_LOGS = Path("/tmp/ray/session_latest/logs")
+def run_modes(
+    modes: Sequence[str],
+    jobs: int,
+    make: Callable[[str], Run],
+    clock: Clock,
+    done: Callable[[str, Steps | str, float], None],
+) -> None:
+    """Runs modes, at most ``jobs`` at a time; whatever ends this function, none of them outlives it.
+
+    done: called as they end, with the mode, its steps or else a sentence why there are none, and its seconds.
+    """
+    waiting, running = list(modes), list[Run]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                mode = waiting.pop(0)
+                if clock.allows_another():
+                    running.append(make(mode))
+                    running[-1].start()
+                else:
+                    done(mode, f"no time left for {mode}", 0.0)
+            for run in list(running):
+                try:
+                    steps: Steps | str | None = run.result()
+                except TimeoutError as error:
+                    steps = str(error)
+                if steps is not None:
+                    running.remove(run)
+                    clock.note(run.seconds)
+                    done(run.mode, steps, run.seconds)
+            if running:
+                time.sleep(POLL_SECONDS)
+    finally:
+        end_runs(running)
 
 
-def log_ends(folder: Path, since: float, ray_logs: Path = RAY_LOGS, lines: int = 60) -> str:
-    """The last lines of a run's log, and of each log of a Ray worker that was written ``since`` (seconds of the epoch)
-    and has a traceback."""
+def policy_folder(out: Path) -> Path:
+    """Where the one policy of all modes lies on GPUs."""
+    return Path(os.environ.get("SUMS_MODEL") or out.resolve() / "policy")
+
+
+def make_policy(folder: Path) -> None:
+    """As run_gpu.sh makes it, but before several of them look for it. Raises CalledProcessError where that fails."""
+    if not (folder / "config.json").exists():
+        script = Path(__file__).resolve().parents[2] / "benchmarks" / "larger_policy.py"
+        subprocess.run([sys.executable, str(script), str(folder)], check=True)
+
+
+def log_ends(folder: Path, ray_logs: Path, lines: int = 60) -> str:
+    """The last lines of a run's log, and of each log of a worker of its cluster that has a traceback."""
     texts = [folder / "log.txt"]
     for path in sorted(ray_logs.glob("worker-*.err")) + sorted(ray_logs.glob("worker-*.out")):
-        if path.stat().st_mtime >= since and "Traceback (most" in path.read_text(errors="replace"):
+        if "Traceback (most" in path.read_text(errors="replace"):
             texts.append(path)
     ends = [(path, path.read_text(errors="replace").splitlines()[-lines:]) for path in texts[:6]]
     return "\n".join(line for path, end in ends for line in (f"==> {path} <==", *end))
 
 
-def read_metrics(path: Path) -> list[dict[str, float]]:
+def read_metrics(path: Path) -> Steps:
     """The lines of verl's file logger that hold a training step."""
     lines = [json.loads(line)["data"] for line in path.read_text(encoding="utf-8").splitlines()]
     return [line for line in lines if DIFF in line]
 
 
-def broken_bounds(steps: dict[str, list[dict[str, float]]], lagging: bool = False) -> list[str]:
+def broken_bounds(steps: dict[str, Steps], lagging: bool = False) -> list[str]:
     """A sentence for each bound that these runs break; bounds of modes that did not run are not checked.
 
     lagging: of an asynchronous shape, where differences hold the policy's own movement too: they are not compared.
@@ -159,7 +282,7 @@ class Row:
     minutes: float
 
     @staticmethod
-    def of(shape: str, mode: str, lines: list[dict[str, float]], floor: float | None, minutes: float) -> Row:
+    def of(shape: str, mode: str, lines: Steps, minutes: float) -> Row:
         diff = mean(s[DIFF] for s in lines)
         rewards = [s.get("critic/score/mean", float("nan")) for s in lines]
         seconds = [s["timing_s/step"] for s in lines[1:] if "timing_s/step" in s]
@@ -168,7 +291,7 @@ class Row:
             mode=mode,
             steps=len(lines),
             diff=diff,
-            over_bf16=diff / floor if floor else None,
+            over_bf16=None,
             guided=min((s[SHARE] for s in lines if SHARE in s), default=None),
             segments=mean(s.get(SEGMENTS, 1.0) for s in lines),
             lag=max(s.get(LAG, 0.0) for s in lines),
@@ -192,6 +315,7 @@ HEADS = (
     ("shape", 17), ("mode", 11), ("steps", 5), ("mean |dlogp|", 12), ("over bf16", 9), ("guided", 8), ("segments", 8),
     ("lag", 3), ("reward", 12), ("s/step", 6), ("min", 5),
 )  # fmt: skip
+HEAD_CELLS = [head for head, _ in HEADS]
 
 
 def aligned(cells: list[str]) -> str:
@@ -205,66 +329,108 @@ def write_tables(out: Path, rows: list[Row]) -> None:
     facts["versions"] |= {name: metadata.version(name) for name in ("verl", "ray", "TransferQueue")}
     text = json.dumps({"rows": [asdict(row) for row in rows], "provenance": facts}, indent=1)
     (out / "table.json").write_text(text + "\n", encoding="utf-8")
-    lines = [[head for head, _ in HEADS], ["---"] * 2 + ["---:"] * (len(HEADS) - 2), *(row.cells() for row in rows)]
+    heads = [head.replace("|", r"\|") for head in HEAD_CELLS]
+    lines = [heads, ["---"] * 2 + ["---:"] * (len(HEADS) - 2), *(row.cells() for row in rows)]
     (out / "table.md").write_text("".join(f"| {' | '.join(cells)} |\n" for cells in lines), encoding="utf-8")
 
 
-class Clock:
-    """What is left of the time for all runs; 0 seconds: no end."""
+class Table:
+    """Rows as runs end; each over the bf16 of its shape once that is there, in the order of shapes and modes."""
 
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds if seconds else None
-        self._longest = 0.0
+    def __init__(self, out: Path, shapes: Sequence[str], modes: Sequence[str]) -> None:
+        self._out, self._order = out, list(product(shapes, modes))
+        self._rows: dict[tuple[str, str], Row] = {}
+        self._printed: list[list[str]] = []
+        self._print(HEAD_CELLS)
 
     @property
-    def left(self) -> float | None:
-        return None if self._end is None else self._end - time.monotonic()
+    def rows(self) -> list[Row]:
+        floors = {shape: row.diff for (shape, mode), row in self._rows.items() if mode == "bf16" and row.diff}
+        found = [self._rows[key] for key in self._order if key in self._rows]
+        return [replace(r, over_bf16=r.diff / floors[r.shape]) if r.shape in floors else r for r in found]
 
-    def note(self, seconds: float) -> None:
-        self._longest = max(self._longest, seconds)
+    def add(self, row: Row) -> None:
+        """Prints it and writes the files anew."""
+        self._rows[row.shape, row.mode] = row
+        write_tables(self._out, self.rows)
+        (cells,) = (r.cells() for r in self.rows if (r.shape, r.mode) == (row.shape, row.mode))
+        self._print(cells)
 
-    def allows_another(self) -> bool:
-        return self.left is None or self.left > self._longest
+    def finish(self) -> None:
+        """Prints the table once more where its rows came in another order, or before the bf16 of their shape."""
+        final = [HEAD_CELLS, *(row.cells() for row in self.rows)]
+        if self._printed != final:
+            print()
+            for cells in final:
+                self._print(cells)
+
+    def _print(self, cells: list[str]) -> None:
+        self._printed.append(cells)
+        print(aligned(cells), flush=True)
 
 
-def main() -> None:
+def run_shape(
+    shape: str, folders: dict[str, Path], options: argparse.Namespace, clock: Clock, table: Table
+) -> list[str]:
+    """Runs a shape in all modes, and returns a sentence for every bound that is broken. folders: of the modes."""
+    overrides = [*shape_overrides(shape), *options.overrides]
+    steps: dict[str, Steps] = {}
+    broken: list[str] = []
+
+    def make(mode: str) -> Run:
+        return Run(folders[mode], mode, options.steps, overrides, options.device, clock.left)
+
+    def done(mode: str, lines: Steps | str, seconds: float) -> None:
+        if isinstance(lines, str):
+            broken.append(lines)
+            return
+        steps[mode] = lines
+        table.add(Row.of(shape, mode, lines, seconds / 60))
+
+    run_modes(list(folders), options.jobs, make, clock, done)
+    return [f"{shape}: {s}" for s in broken + broken_bounds(steps, lagging=not shape.startswith("sync:"))]
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--modes", default="bf16,qat,trace")
     parser.add_argument("--shapes", default="sync:1")
     parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu")
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=0)
     parser.add_argument("overrides", nargs="*", help="key=value for verl")
     options = parser.parse_intermixed_args()  # overrides may follow options
+    options.modes = options.modes.split(",")
+    options.shapes = list(ALL) if options.shapes == "all" else options.shapes.split(",")
+    for name, values in (("--modes", options.modes), ("--shapes", options.shapes)):
+        if len(set(values)) < len(values):
+            parser.error(f"{name} names one twice")  # two runs in one folder
+    if options.jobs < 1:
+        parser.error(f"--jobs must be at least 1, got {options.jobs}")
+    for shape in options.shapes:
+        shape_overrides(shape)
+    return options
+
+
+def main() -> None:
+    options = arguments()
     options.out.mkdir(parents=True, exist_ok=True)
-    shapes = ALL if options.shapes == "all" else options.shapes.split(",")
-    keys = {shape: shape_overrides(shape) for shape in shapes}
     clock = Clock(options.seconds)
     broken: list[str] = []
-    rows: list[Row] = []
-    print(aligned([head for head, _ in HEADS]))
-    for shape in shapes:
-        steps: dict[str, list[dict[str, float]]] = {}
-        for mode in options.modes.split(","):
-            if not clock.allows_another():
-                broken.append(f"{shape}: no time left for {mode}")
-                continue
-            folder = options.out / (mode if len(shapes) == 1 else f"{shape.replace(':', '-')}-{mode}")
-            started = time.monotonic()
-            overrides = [*keys[shape], *options.overrides]
-            try:
-                steps[mode] = run(folder, mode, options.steps, overrides, options.device, clock.left)
-            except TimeoutError as error:
-                broken.append(f"{shape}: {error}")
-                continue
-            clock.note(time.monotonic() - started)
-            floor = mean(s[DIFF] for s in steps["bf16"]) if "bf16" in steps else None
-            rows.append(Row.of(shape, mode, steps[mode], floor, (time.monotonic() - started) / 60))
-            write_tables(options.out, rows)
-            print(aligned(rows[-1].cells()), flush=True)
-        lagging = not shape.startswith("sync:")
-        broken += [f"{shape}: {sentence}" for sentence in broken_bounds(steps, lagging)]
+    try:
+        with signals.stoppable():
+            if options.device == "gpu":
+                make_policy(policy_folder(options.out))
+            table = Table(options.out, options.shapes, options.modes)
+            for shape in options.shapes:
+                prefix = "" if len(options.shapes) == 1 else f"{shape.replace(':', '-')}-"
+                folders = {mode: options.out / f"{prefix}{mode}" for mode in options.modes}
+                broken += run_shape(shape, folders, options, clock, table)
+            table.finish()
+    except signals.Stopped as stopped:
+        sys.exit(stopped.exit_code)
     for sentence in broken:
         print(f"broken: {sentence}", file=sys.stderr)
     sys.exit(1 if broken else 0)

@@ -20,6 +20,7 @@ import pytest
 
 import fake_workers
 from fake_workers import FakeRun
+from processes import alive
 from tracefp4.asynchronous.channel import Channel
 from tracefp4.asynchronous.messages import Stop
 from tracefp4.asynchronous.process import Child, Patience
@@ -61,17 +62,6 @@ def check_steps(run: FakeRun, max_version_diff: int = 2) -> None:
     assert all(0 <= lag <= max_version_diff for s in steps for lag in s["lags"])
     used = [i for s in steps for i in s["groups"]]
     assert len(used) == len(set(used)) == 2 * run.steps
-
-
-def gone(pid: int) -> bool:
-    """A zombie that nobody has waited for yet is gone too."""
-    try:
-        os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except ProcessLookupError:
-        return True
-    except FileNotFoundError:
-        return Path("/proc").exists()
 
 
 def has_spawned(parent: int) -> bool:
@@ -275,13 +265,13 @@ def test_a_busy_child_ends_with_its_supervisor(name: str, tmp_path: Path) -> Non
         assert boss.poll() is None
         time.sleep(0.05)
     pid = lines(FakeRun(str(tmp_path)), name)[0]["pid"]
-    assert not gone(pid)
+    assert alive(pid)
     if sys.platform == "linux" and name == "trainer":
         os.kill(pid, signal.SIGSTOP)
     boss.kill()
     boss.wait()
     deadline = time.monotonic() + 200
-    while not gone(pid):
+    while alive(pid):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -347,4 +337,4 @@ def test_ctrl_c_lets_the_trainer_finish_and_leaves_no_process(tmp_path: Path) ->
     thread.join()
     assert "stopped" in lines(run, "trainer")[-1]
     assert len(pids) == 2
-    assert all(pid is not None and gone(pid) for pid in pids)
+    assert all(pid is not None and not alive(pid) for pid in pids)

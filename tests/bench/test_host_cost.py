@@ -1,23 +1,19 @@
 """benchmarks/host_cost.py on a tiny step."""
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from scripts import load_script
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "host_cost.py"
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("host_cost", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(SCRIPT)
 
 
 def test_counts_of_a_step(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,10 +1,10 @@
 """The policy of recipes/large.toml is the built-in one's function at twice its widths."""
 
-import importlib.util
 from pathlib import Path
 
 import torch
 
+from scripts import load_script
 from tracefp4.assets import builtin_model_path
 from tracefp4.nn.loading import load_policy
 
@@ -12,11 +12,7 @@ FILE = Path(__file__).parents[2] / "benchmarks" / "larger_policy.py"
 
 
 def test_it_computes_what_the_built_in_policy_computes() -> None:
-    spec = importlib.util.spec_from_file_location("larger_policy", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script(FILE)
     small, large = load_policy(builtin_model_path("sums-moe"), "float32"), module.grow(noise=0.0, new_layer=0.0)
     noisy = module.grow()
     assert large.config.num_hidden_layers == 6

@@ -1,4 +1,4 @@
-"""Trainer modes in which something breaks while step 2 is rolled out; verl loads this as an external module.
+"""Trainer modes in which something breaks while a step is rolled out; verl loads this as an external module.
 
 Faults come from inside the run, whose Ray cluster is the only one that they can reach.
 """
@@ -13,13 +13,19 @@ from typing import Any
 import ray
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 
-from tracefp4.adapters.verl.trainer import TracefpTrainerColocateAsync, TracefpTrainerSync
+from tracefp4.adapters.verl.trainer import (
+    TracefpTrainerColocateAsync,
+    TracefpTrainerSeparateAsync,
+    TracefpTrainerSync,
+)
 
 
 class _Fault(PPOTrainer):
+    step_struck = 2
+
     def on_sample_begin(self) -> None:
         super().on_sample_begin()
-        if self.global_steps == 2:
+        if self.global_steps == self.step_struck:
             self.strike()
 
     def strike(self) -> None:
@@ -55,6 +61,14 @@ class WorkerDies(_Fault, TracefpTrainerSync):
 class StoreIsRemoved(_Fault, TracefpTrainerSync):
     def strike(self) -> None:
         shutil.rmtree(self.config.actor_rollout_ref.model.override_config.tracefp4.guidance.url)
+
+
+@register_trainer("fault_trainer_separate")
+class TrainerIsKilled(_Fault, TracefpTrainerSeparateAsync):
+    step_struck = 4
+
+    def strike(self) -> None:
+        _kill_itself(self)
 
 
 def _kill_itself(worker: Any) -> None:

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from processes import alive, read_pid, wait_for
+from scripts import load_script
+
 RECIPES = Path(__file__).parents[3] / "recipes" / "verl"
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, RECIPES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-acceptance, reward = load("acceptance"), load("sums_reward")
+acceptance, reward = load_script(RECIPES / "acceptance.py"), load_script(RECIPES / "sums_reward.py")
 
 
 def lines(diff: float, share: float | None = None) -> list[dict[str, float]]:
@@ -54,9 +46,27 @@ def test_every_bound_can_break(mode: str, changed: list[dict[str, float]], words
     assert sentence.startswith(words)
 
 
+class FakeRun:
+    """In place of a run of verl: ``answer`` gets its arguments, and gives its steps; None means it goes on."""
+
+    def __init__(self, answer: Any, *arguments: Any) -> None:
+        self.mode, self.seconds, self.child = arguments[1], 1.0, acceptance.Child(arguments[1], [], arguments[0], ())
+        self._answer = partial(answer, *arguments)
+
+    def start(self) -> None:
+        pass
+
+    def result(self) -> Any:
+        return self._answer()
+
+    def end(self) -> None:
+        pass
+
+
 def run_main(monkeypatch: pytest.MonkeyPatch, out: Path, run: Any, *arguments: str) -> Any:
     """Exit code of the script, with ``run`` in place of whole runs."""
-    monkeypatch.setattr(acceptance, "run", run)
+    monkeypatch.setattr(acceptance, "Run", partial(FakeRun, run))
+    monkeypatch.setattr(acceptance, "POLL_SECONDS", 0.0)
     monkeypatch.setattr(acceptance.metadata, "version", lambda name: "0")  # verl may not be installed
     monkeypatch.setattr("sys.argv", ["acceptance.py", str(out), *arguments])
     with pytest.raises(SystemExit) as ended:
@@ -82,7 +92,44 @@ def test_the_rows_are_written_as_json_and_markdown(monkeypatch: pytest.MonkeyPat
     assert [(row["mode"], row["guided"]) for row in table["rows"]] == [("bf16", None), ("trace", 1.0)]
     assert table["rows"][1]["over_bf16"] == pytest.approx(1.2)
     assert "torch" in table["provenance"]["versions"]
-    assert "| sync:1 | trace | 2 | 0.00120 | 1.20x | 100.00% |" in (tmp_path / "table.md").read_text()
+    markdown = (tmp_path / "table.md").read_text()
+    assert "| sync:1 | trace | 2 | 0.00120 | 1.20x | 100.00% |" in markdown
+    assert r"| mean \|dlogp\| |" in markdown
+
+
+def test_rows_that_come_out_of_order_end_in_order_each_over_its_bf16(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two at a time: bf16 goes on for longest, and qat begins once trace has ended."""
+    logged, asked = {"bf16": lines(0.001), "trace": lines(0.0012, 1.0), "qat": lines(0.008)}, []
+
+    def run(folder: Path, mode: str, *_: Any) -> Any:
+        asked.append(mode)
+        return None if mode == "bf16" and asked.count(mode) < 4 else logged[mode]
+
+    assert run_main(monkeypatch, tmp_path, run, "--jobs", "2", "--modes", "bf16,trace,qat") == 0
+    assert asked == ["bf16", "trace", "bf16", "qat", "bf16", "bf16"]
+    printed = [line.split()[:5] for line in capsys.readouterr().out.splitlines() if line.startswith("sync:1")]
+    assert [row[1] for row in printed] == ["trace", "qat", "bf16", "bf16", "trace", "qat"]
+    assert [row[4] for row in printed[3:]] == ["1.00x", "1.20x", "8.00x"]
+    rows = json.loads((tmp_path / "table.json").read_text())["rows"]
+    assert [(row["mode"], row["over_bf16"]) for row in rows] == [
+        ("bf16", 1), ("trace", pytest.approx(1.2)), ("qat", pytest.approx(8))
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"), [(["--jobs", "0"], "--jobs must be at least 1"), (["--modes", "qat,qat"], "one twice")]
+)
+def test_what_would_share_a_folder_or_never_begin_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: str,
+) -> None:
+    assert run_main(monkeypatch, tmp_path, None, *arguments) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_a_run_that_there_was_no_time_for_is_no_success(
@@ -99,25 +146,132 @@ def test_a_run_that_there_was_no_time_for_is_no_success(
     assert "broken: sync:1: no time left for bf16" in capsys.readouterr().err
 
 
-def test_a_run_past_its_time_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "run_cpu.sh").write_text("#!/bin/sh\nexec sleep 60\n")
-    (tmp_path / "run_cpu.sh").chmod(0o755)
-    monkeypatch.setattr(acceptance, "__file__", str(tmp_path / "acceptance.py"))
+def scripted(tmp_path: Path, text: str) -> Path:
+    """A copy of the script beside a run_cpu.sh of this text."""
+    for name, content in (("acceptance.py", (RECIPES / "acceptance.py").read_text()), ("run_cpu.sh", text)):
+        (tmp_path / name).write_text(content)
+        (tmp_path / name).chmod(0o755)
+    return tmp_path / "acceptance.py"
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of temporary files, empty."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
+
+
+def result_of(run: Any) -> Any:
+    run.start()
+    while (result := run.result()) is None:
+        time.sleep(0.02)
+    return result
+
+
+def test_a_run_past_its_time_is_ended(tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptance, "__file__", str(scripted(tmp_path, "#!/bin/sh\nexec sleep 60\n")))
+    run = acceptance.Run(tmp_path / "run", "bf16", 1, [], seconds=0.2)
     with pytest.raises(TimeoutError, match="mode bf16 was stopped after 0 s"):
-        acceptance.run(tmp_path / "run", "bf16", 1, [], seconds=0.2)
+        result_of(run)
+    assert run.child.process.poll() == -signal.SIGTERM
+    assert not list(temporary.iterdir())
 
 
-def test_a_failed_run_shows_the_ends_of_its_logs(tmp_path: Path) -> None:
-    (tmp_path / "log.txt").write_text("begun\n" * 100 + "ended\n")
-    for i in (1, 2, 3):
-        (tmp_path / f"worker-{i}.err").write_text("Traceback (most recent call last):\nValueError: a reason\n")
-    (tmp_path / "worker-2.err").write_text("no torchtitan: ModuleNotFoundError\n")
-    os.utime(tmp_path / "worker-3.err", (1, 1))  # of a run before
-    text = acceptance.log_ends(tmp_path, since=2.0, ray_logs=tmp_path, lines=2)
-    assert text.splitlines() == [
-        f"==> {tmp_path / 'log.txt'} <==", "begun", "ended",
-        f"==> {tmp_path / 'worker-1.err'} <==", "Traceback (most recent call last):", "ValueError: a reason",
+# Its Ray folder is the last but one argument. Two workers left a log, one of them a traceback.
+FAILS = """#!/bin/sh
+for last; do temp=$before; before=$last; done
+logs=${temp#*=}/session_latest/logs
+mkdir -p "$logs"
+echo "Traceback (most recent call last): of $last" | tee "$logs/worker-1.err"
+echo no torchtitan: ModuleNotFoundError > "$logs/worker-2.err"
+exit 3
+"""
+
+
+def test_a_failed_run_shows_the_ends_of_its_logs_and_of_its_own_clusters(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(acceptance, "__file__", str(scripted(tmp_path, FAILS)))
+    run = acceptance.Run(tmp_path / "run", "qat", 1, ["a.b=1"])
+    with pytest.raises(SystemExit, match=r"mode qat ended with code 3; see .*/run/log.txt and .*/temporary/ray"):
+        result_of(run)
+    run.end()
+    (left,) = temporary.iterdir()  # Ray's logs stay
+    said = "Traceback (most recent call last): of a.b=1"
+    assert capsys.readouterr().err.splitlines() == [
+        f"==> {tmp_path / 'run' / 'log.txt'} <==", said,
+        f"==> {left / 'session_latest' / 'logs' / 'worker-1.err'} <==", said,
     ]  # fmt: skip
+
+
+def test_only_the_last_lines_of_a_log_are_shown(tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_text("begun\n" * 100 + "ended\n")
+    text = acceptance.log_ends(tmp_path, tmp_path, lines=2)
+    assert text.splitlines() == [f"==> {tmp_path / 'log.txt'} <==", "begun", "ended"]
+
+
+# As verl's driver: it ends its cluster, a process that would go on without it, and then itself.
+WAITS = """#!/bin/sh
+sleep 300 &
+trap 'kill $!; exit 1' TERM
+echo $! > "$1/pid"
+wait
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_jobs(tmp_path: Path, temporary: Path, signum: int) -> None:
+    arguments = [str(tmp_path), "--jobs", "2", "--modes", "bf16,qat,trace"]
+    command = [sys.executable, str(scripted(tmp_path, WAITS)), *arguments]
+    script = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    files = [tmp_path / mode / "pid" for mode in ("bf16", "qat")]
+    pids = [read_pid(file) for file in files]
+    assert len(list(temporary.iterdir())) == 2
+    script.send_signal(signum)
+    assert script.wait(60) == 128 + signum
+    assert not any(alive(pid) for pid in pids)
+    assert not (tmp_path / "trace").exists()
+    assert not list(temporary.iterdir())
+
+
+def test_a_run_that_does_not_end_is_killed(tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptance, "__file__", str(scripted(tmp_path, WAITS.replace("kill $!; exit 1", ""))))
+    monkeypatch.setattr(acceptance, "GRACE_SECONDS", 0.2)
+    run = acceptance.Run(tmp_path / "run", "bf16", 1, [])
+    run.start()
+    pid = read_pid(tmp_path / "run" / "pid")
+    run.end()
+    assert run.child.poll() == -signal.SIGKILL
+    assert wait_for(lambda: not alive(pid))
+    assert not list(temporary.iterdir())
+
+
+def test_jobs_on_a_gpu_find_one_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made once, before they look for it; FOLDER/../policy, unless SUMS_MODEL names one."""
+    made = []
+    monkeypatch.setattr(acceptance, "make_policy", made.append)
+    monkeypatch.delenv("SUMS_MODEL", raising=False)
+    answer = lambda *_: lines(0.001)  # noqa: E731
+    assert run_main(monkeypatch, tmp_path, answer, "--device", "gpu", "--modes", "bf16", "--jobs", "2") == 0
+    monkeypatch.setenv("SUMS_MODEL", "/elsewhere")
+    assert run_main(monkeypatch, tmp_path, answer, "--device", "gpu", "--modes", "bf16") == 0
+    assert made == [tmp_path / "policy", Path("/elsewhere")]
+
+
+def test_a_policy_is_made_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another interpreter in Python's place, which writes down what it was asked to run."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$1" >> "$2.said"\nmkdir "$2"\ntouch "$2/config.json"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    for _ in range(2):
+        acceptance.make_policy(tmp_path / "policy")
+    (script,) = (tmp_path / "policy.said").read_text().splitlines()
+    assert Path(script) == RECIPES.parents[1] / "benchmarks" / "larger_policy.py"
+    assert Path(script).exists()
 
 
 @pytest.mark.parametrize(("device", "platform"), [("cpu", "cpu"), ("gpu", "nvidia")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from tracefp4.adapters.verl import engine as adapter
 from tracefp4.adapters.verl.detached import CopyingActorWorker
 from tracefp4.errors import TracefpError
 from tracefp4.guidance import GuidanceError
-from verl_batches import batch_of, rollout, update
+from verl_batches import batch_of, check_code_mismatch, rollout, update
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -176,18 +177,7 @@ def test_a_method_whose_loss_verl_never_calls_is_an_error(checkpoint: Path, tmp_
 
 
 def test_code_mismatch_is_reported_per_site_and_layer(checkpoint: Path, tmp_path: Path) -> None:
-    figures = {}
-    for method in ("qat", "trace-all"):
-        engine = make_verl_engine(checkpoint, method, tmp_path / method)
-        done, recipe_hash = rollout(method, tmp_path / method, engine.get_per_tensor_param()[0], probe_every=2)
-        figures[method] = update(engine, done, recipe_hash, "vanilla")
-    qat, trace = figures["qat"], figures["trace-all"]
-    for name in ("code_mismatch/before", "code_mismatch/after", "scale_mismatch/before", "d_act/after"):
-        per_layer = {n for n in qat if n.startswith(f"{name}/")}
-        assert per_layer == {f"{name}/{s}/layer{i}" for s in ("expert_input", "key", "value") for i in (0, 1)}
-    assert qat["code_mismatch/before"] == qat["code_mismatch/after"] > 0
-    assert trace["code_mismatch/after"] < 0.2 * trace["code_mismatch/before"]
-    assert 0 <= trace["router/topk_disagreement"] < 0.2
+    check_code_mismatch(partial(make_verl_engine, checkpoint), tmp_path)
 
 
 def test_without_probes_only_routing_is_compared(checkpoint: Path, tmp_path: Path) -> None:

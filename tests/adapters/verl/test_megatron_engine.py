@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,7 @@ from tracefp4.adapters.verl.settings import read_settings
 from tracefp4.errors import TracefpError
 from tracefp4.guidance import GuidanceError
 from tracefp4.guidance.disk import ShardStore
-from verl_batches import batch_of, rollout, update
+from verl_batches import batch_of, check_code_mismatch, rollout, update
 
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 LAYOUTS = pytest.mark.parametrize("packed", [True, False], ids=["thd", "bshd"])
@@ -163,18 +164,7 @@ def test_a_method_whose_loss_verl_never_calls_is_an_error(checkpoint: Path, tmp_
 
 @LAYOUTS
 def test_code_mismatch_is_reported_per_site_and_layer(checkpoint: Path, tmp_path: Path, packed: bool) -> None:
-    figures = {}
-    for method in ("qat", "trace-all"):
-        engine = make_verl_engine(checkpoint, method, tmp_path / method, use_remove_padding=packed)
-        done, recipe_hash = rollout(method, tmp_path / method, engine.get_per_tensor_param()[0], probe_every=2)
-        figures[method] = update(engine, done, recipe_hash, "vanilla", packed)
-    qat, trace = figures["qat"], figures["trace-all"]
-    for name in ("code_mismatch/before", "code_mismatch/after", "scale_mismatch/before", "d_act/after"):
-        per_layer = {n for n in qat if n.startswith(f"{name}/")}
-        assert per_layer == {f"{name}/{s}/layer{i}" for s in ("expert_input", "key", "value") for i in (0, 1)}
-    assert qat["code_mismatch/before"] == qat["code_mismatch/after"] > 0
-    assert trace["code_mismatch/after"] < 0.2 * trace["code_mismatch/before"]
-    assert 0 <= trace["router/topk_disagreement"] < 0.2
+    check_code_mismatch(partial(make_verl_engine, checkpoint, use_remove_padding=packed), tmp_path, packed)
 
 
 def test_the_recipe_of_the_trained_model_is_known_to_the_weight_sync(checkpoint: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,21 +17,25 @@ from pathlib import Path
 
 import pytest
 
+from scripts import load_script
+
 os.environ.setdefault("VERL_PLATFORM", "cpu")
 pytest.importorskip("verl")
 
 HERE = Path(__file__).parent
 RECIPE = HERE.parents[2] / "recipes" / "verl"
+acceptance = load_script(RECIPE / "acceptance.py")
 SETTINGS = "actor_rollout_ref.model.override_config.tracefp4"
 SMALL = [
     "data.train_batch_size=4",
+    "trainer.v1.separate_async.parameter_sync_step=2",  # mini-batches of a step
     "data.max_response_length=40",
     "actor_rollout_ref.rollout.n=4",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
 ]
 LIMIT_SECONDS = 420
-DIFF, SHARE = "mismatch/logprob_abs_diff_mean", "guidance/guided_share"
+DIFF, SHARE, LAG = acceptance.DIFF, acceptance.SHARE, acceptance.LAG
 
 
 @dataclass
@@ -110,21 +115,65 @@ def test_a_checkpoint_is_not_continued_under_another_recipe(four_steps: tuple[Pa
     assert resumed.steps == {}
 
 
+def shape(mode: str) -> list[str]:
+    """What an asynchronous mode needs beside SMALL on one trainer rank."""
+    keys = acceptance.shape_overrides(f"{mode}:1")
+    return [key for key in keys if "trainer_mode" not in key and "micro_batch" not in key]
+
+
 def test_an_asynchronous_run_goes_on_with_the_responses_it_had(tmp_path: Path) -> None:
     """Finished ones come back with verl's queue, their records are in the same store; the others start anew."""
     mode, saved = "tracefp4_colocate_async", tmp_path / "saved"
-    keys = [
-        f"{SETTINGS}.guidance.url={tmp_path / 'guidance'}",
-        "trainer.v1.colocate_async.num_warmup_batches=2",
-        "actor_rollout_ref.rollout.max_num_seqs=8",
-    ]
+    keys = [f"{SETTINGS}.guidance.url={tmp_path / 'guidance'}", *shape("colocate_async")]
     first = run(saved, "trainer.total_training_steps=2", "trainer.save_freq=2", *keys, mode=mode)
     assert first.code == 0, first.text[-3000:]
     resumed = resume(tmp_path / "resumed", saved, *keys, mode=mode)
     assert resumed.code == 0, resumed.text[-3000:]
     assert sorted(resumed.steps) == [3, 4]
-    assert resumed.steps[3]["guidance/version_lag_max"] >= 1  # of before
+    assert resumed.steps[3][LAG] >= 1  # of before
     assert all(step[SHARE] == 1 for step in resumed.steps.values())
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run in separate_async leaves whose trainer was killed in step 4, with a checkpoint of step 2."""
+    folder = tmp_path_factory.mktemp("killed")
+    keys = ["trainer.total_training_steps=4", "trainer.save_freq=2", *shape("separate_async")]
+    first = run(folder, *keys, mode="fault_trainer_separate")
+    assert first.code != 0
+    assert sorted(first.steps) == [1, 2, 3], first.text[-3000:]
+    assert all(step[SHARE] >= acceptance.GUIDED_AT_LEAST for step in first.steps.values())
+    return folder
+
+
+@pytest.mark.parametrize("max_version_diff", [3, 0])
+def test_a_killed_trainer_goes_on_with_the_responses_it_had(
+    killed: Path, tmp_path: Path, max_version_diff: int
+) -> None:
+    """Step 3 is done again; of the responses that came back, those too old are not guided and are counted.
+
+    The store also holds records of the step 3 that was lost, which no response names.
+    """
+    folder = shutil.copytree(killed, tmp_path / "again")
+    resumed = run(
+        folder,
+        "trainer.total_training_steps=4",
+        "trainer.resume_mode=auto",
+        f"+{SETTINGS}.guidance.max_version_diff={max_version_diff}",
+        *shape("separate_async"),
+        mode="tracefp4_separate_async",
+    )
+    assert resumed.code == 0, resumed.text[-3000:]
+    assert "policy version 2 goes on under method trace" in resumed.text
+    assert sorted(resumed.steps) == [3, 4]
+    assert 1 <= resumed.steps[3][LAG] <= 3  # of before
+    for step in resumed.steps.values():
+        fallen = sum(step[name] for name in step if name.startswith("guidance/fallback/"))
+        assert fallen == pytest.approx(step["guidance/rows"] - step["guidance/guided_rows"])
+        if max_version_diff == 3:
+            assert step[SHARE] >= acceptance.GUIDED_AT_LEAST
+    if max_version_diff == 0:
+        assert resumed.steps[3][SHARE] < 1
 
 
 @pytest.mark.parametrize("mode", ["fault_replica", "fault_replica_async"])
