@@ -190,6 +190,7 @@ class Cache:
         batch = self.scheduler.schedule()
         if fails:
             return bool(batch)
+        self.scheduler.settle()
         for s in batch:
             for row, slot in enumerate(self.blocks.slots(s.seq, s.start, s.stop).tolist(), start=s.start):
                 self.slots[slot] = tuple(s.seq.tokens[: row + 1]), self.version

@@ -350,6 +350,7 @@ class RolloutEngine:
         """Hands every sequence its tokens, and ends those whose response is over."""
         seqs = [s.seq for s in batch if s.samples]
         # Settled only now: where sampling raises, the same rows simply run again.
+        self.scheduler.settle()
         version = self._version
         for s in batch:
             s.seq.num_computed = s.stop

@@ -33,6 +33,7 @@ class Scheduler:
         self.running: deque[Sequence] = deque()
         self.num_preemptions = 0
         self.num_shared_rows = 0
+        self._settled = True
 
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
@@ -42,7 +43,11 @@ class Scheduler:
         return len(self.waiting) + len(self.running)
 
     def schedule(self) -> list[Scheduled]:
-        return self._schedule_prefill() or self._schedule_turns() or self._schedule_running(self.running, None)
+        if not self._settled:  # what is known as computed may not be
+            self.forget_prefixes()
+        batch = self._schedule_prefill() or self._schedule_turns() or self._schedule_running(self.running, None)
+        self._settled = not batch
+        return batch
 
     def _schedule_prefill(self) -> list[Scheduled]:
         batch: list[Scheduled] = []
@@ -118,8 +123,12 @@ class Scheduler:
         self.running.remove(seq)
         self.waiting.insert(1 if self.waiting and self.waiting[0].block_table else 0, seq)
 
+    def settle(self) -> None:
+        """The rows that ``schedule`` asked for last are in the cache. Where a step broke off this is not called."""
+        self._settled = True
+
     def forget_prefixes(self) -> None:
-        """The weights have changed. A sequence that shares rows and has none of its own yet begins anew."""
+        """Ends sharing so far, as new weights do. Sequences that share rows and have none of their own begin anew."""
         self.blocks.forget()
         for seq in [*self.running, *self.waiting]:
             seq.num_old = seq.num_computed
