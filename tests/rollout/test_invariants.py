@@ -63,8 +63,8 @@ def different(a: TrajectoryGuidance, b: TrajectoryGuidance, site: str, start: in
 
 
 def test_identical_prompts_have_rows_of_their_own() -> None:
-    """No prefix is shared: side by side, one after another, and under other weights."""
-    engine = make_engine("trace-all", "float32", page_size=4)
+    """Without prefix caching: side by side, one after another, and under other weights."""
+    engine = make_engine("trace-all", "float32", page_size=4, prefix_caching=False)
     sampling = SamplingParams(max_new_tokens=6, seed=3)
     for name in "ab":
         engine.add_request(Request(name, PROMPT, sampling))

@@ -68,7 +68,7 @@ class RolloutWorker:
         self._said = time.monotonic()
         self._rows = 0
         self._worked = False  # since the last message
-        self._preemptions = 0
+        self._of_scheduler: dict[str, int] = {}
         self._counted = dict.fromkeys(STORE_TOTALS, 0.0)
 
     def run(self) -> None:
@@ -227,9 +227,10 @@ class RolloutWorker:
 
     def _stats(self) -> dict[str, float]:
         """Figures since the last group: sums over the groups of a step are the step's."""
-        preemptions = self.engine.scheduler.num_preemptions
-        stats = {"rollout/preemptions": float(preemptions - self._preemptions)}
-        self._preemptions = preemptions
+        scheduler = self.engine.scheduler
+        counts = {"rollout/preemptions": scheduler.num_preemptions, "rollout/shared_rows": scheduler.num_shared_rows}
+        stats = {name: float(count - self._of_scheduler.get(name, 0)) for name, count in counts.items()}
+        self._of_scheduler = counts
         if isinstance(self.parts.task, CountingTask):
             stats |= self.parts.task.metrics()
         return stats

@@ -102,7 +102,8 @@ class TrainingRun:
         probes = c.run.probe_trajectories if probing else 0
         requests = self.parts.requests(prompts, n, f"step{index}", probes, encoded, heads=True)
         clock = [time.perf_counter()]
-        preemptions = self.engine.scheduler.num_preemptions
+        scheduler = self.engine.scheduler
+        preemptions, shared = scheduler.num_preemptions, scheduler.num_shared_rows
         each = [p for p in prompts for _ in range(n)]
         trajectories, rewards = self._respond(each, requests)
         self.trajectories = trajectories
@@ -114,7 +115,8 @@ class TrainingRun:
             if isinstance(self.task, CountingTask):
                 metrics |= self.task.metrics()
             metrics |= prompt_metrics(encoded, dropped=len(asked_for) - len(prompts), truncated=truncated)
-            metrics["rollout/preemptions"] = float(self.engine.scheduler.num_preemptions - preemptions)
+            metrics["rollout/preemptions"] = float(scheduler.num_preemptions - preemptions)
+            metrics["rollout/shared_rows"] = float(scheduler.num_shared_rows - shared)
             if self.engine.model.compensation is not None:
                 metrics |= self.engine.model.compensation.metrics()
             hold()  # a policy that is half updated is no state to go on from; run_training releases

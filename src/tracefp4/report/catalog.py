@@ -139,6 +139,7 @@ SECTIONS = (
             Plot(f"{_TIME}rollout_tokens_per_second", "Rollout throughput", "response tokens per second"),
             Plot(f"{_TIME}train_tokens_per_second", "Training throughput", "taught tokens per second"),
             Plot("rollout/preemptions", "Preempted sequences", "per step"),
+            Plot("rollout/shared_rows", "Prompt tokens that another sequence had computed", "per step"),
         ),
     ),
 )

@@ -36,7 +36,9 @@ class RolloutConfig(StrictModel):
     (10^9 bytes) for weights, cache, recording and workspace together; what is left after the others becomes cache
     pages. 0: num_pages decides. steps_per_sync: decode steps between two looks of the host at what was drawn; rows that
     end in between compute to no purpose until then. 0: over the kernels on a GPU 8 for a small model (under 2 GB of
-    BF16 weights), where the host would be the slower one, and 4 for others; else 1.
+    BF16 weights), where the host would be the slower one, and 4 for others; else 1. prefix_caching: a
+    prompt's whole pages that another sequence holds, computed with the same weights, are shared and not computed again,
+    as those of the samples of one prompt; their rows' records are the first one's.
     """
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -49,6 +51,7 @@ class RolloutConfig(StrictModel):
     cuda_graphs: bool = True
     memory_gb: float = Field(0.0, ge=0)
     steps_per_sync: int = Field(0, ge=0, le=MOST_STEPS)
+    prefix_caching: bool = True
 
 
 def resolve(config: RolloutConfig, device: str, shape: ModelShape, recipe: QuantRecipe) -> RolloutConfig:

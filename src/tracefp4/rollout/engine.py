@@ -71,7 +71,7 @@ class RolloutEngine:
         num_pages = plan(self.shape, recipe, c).pages if c.memory_gb else c.num_pages or c.max_num_seqs * per_seq
         slots = num_pages * c.page_size
         self._check_memory(slots)
-        self.blocks = BlockManager(num_pages, c.page_size)
+        self.blocks = BlockManager(num_pages, c.page_size, c.prefix_caching)
         self.scheduler = Scheduler(self.blocks, c.max_num_seqs, c.max_tokens_per_step)
         self._by_id: dict[str, Sequence] = {}
         self._ended: list[Trajectory] = []
@@ -165,6 +165,7 @@ class RolloutEngine:
             raise TracefpError(f"policy version must rise: the engine holds {self._version}, the update is {version}")
         if self.kernels is not None:
             self.kernels.runner.drop()
+        self.scheduler.forget_prefixes()
         self.model.load(weights)
         self._version = version
 
@@ -349,13 +350,15 @@ class RolloutEngine:
         """Hands every sequence its tokens, and ends those whose response is over."""
         seqs = [s.seq for s in batch if s.samples]
         # Settled only now: where sampling raises, the same rows simply run again.
+        self.scheduler.settle()
         version = self._version
         for s in batch:
             s.seq.num_computed = s.stop
-            if s.stop - s.start == 1:
+            new = s.stop - len(s.seq.row_versions)  # with the rows it shares, which are of these weights too
+            if new == 1:
                 s.seq.row_versions.append(version)
             else:
-                s.seq.row_versions.extend([version] * (s.stop - s.start))
+                s.seq.row_versions.extend([version] * new)
         for seq, (tokens, logprobs) in zip(seqs, drawn, strict=True):
             seq.extend(tokens, logprobs, version)
             if len(tokens) > 1:  # each but the last was forwarded, too

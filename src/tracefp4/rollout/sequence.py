@@ -26,7 +26,9 @@ class Sequence:
     A row's policy version stands in row_versions, a sampled token's in versions; an environment's tokens have version
     -1 there, log-prob 0 and False in sampled. turn_start: index in tokens where the current turn begins. Rows below
     num_recomputed were forwarded twice (preemption): later tokens read other K and V than earlier ones did, so
-    no single record is right for them and they are handed out as invalid.
+    no single record is right for them and they are handed out as invalid. Rows below num_shared lie in pages of a
+    sequence that begins alike, which has computed them, or will in the step that computes this one's first rows. Those
+    below num_old are of older weights: such a sequence shares its pages with nobody from then on.
     """
 
     request: Request
@@ -38,6 +40,8 @@ class Sequence:
     row_versions: list[int] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_shared: int = 0
+    num_old: int = 0
     num_recomputed: int = 0
     status: Status = Status.WAITING
     finish_reason: str | None = None
@@ -51,6 +55,11 @@ class Sequence:
     @property
     def num_prompt(self) -> int:
         return len(self.request.prompt_ids)
+
+    @property
+    def first_row(self) -> int:
+        """The first that is to be computed."""
+        return max(self.num_computed, self.num_shared)
 
     @property
     def num_new(self) -> int:
