@@ -38,6 +38,8 @@ from statistics import mean
 
 from tracefp4 import signals
 from tracefp4.compare import Child
+from tracefp4.errors import TracefpError
+from tracefp4.methods import get_method
 from tracefp4.report.provenance import provenance
 
 Steps = list[dict[str, float]]
@@ -395,7 +397,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--modes", default="bf16,qat,trace")
+    parser.add_argument("--modes", default="bf16,qat,trace", help="names of `tracefp4 methods`")
     parser.add_argument("--shapes", default="sync:1")
     parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu")
     parser.add_argument("--jobs", type=int, default=1)
@@ -407,6 +409,11 @@ def arguments() -> argparse.Namespace:
     for name, values in (("--modes", options.modes), ("--shapes", options.shapes)):
         if len(set(values)) < len(values):
             parser.error(f"{name} names one twice")  # two runs in one folder
+    try:
+        for mode in options.modes:
+            get_method(mode)
+    except TracefpError as error:
+        parser.error(f"--modes: {error}")
     if options.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {options.jobs}")
     for shape in options.shapes:

@@ -15,6 +15,11 @@ SUMS_DATA=$SUMS_OUT/data
   SUMS_MODEL=$("$PYTHON" -c 'from tracefp4.assets import builtin_model_path; print(builtin_model_path("sums-moe"))')
 export SUMS_RECIPE SUMS_OUT SUMS_DATA SUMS_MODEL
 [ -f "$SUMS_DATA/test.parquet" ] || "$PYTHON" "$SUMS_RECIPE/sums_data.py" "$SUMS_DATA"
+if [ -s "$SUMS_OUT/metrics.jsonl" ]; then  # verl's file logger begins it anew, also where a run goes on
+  n=1
+  while [ -e "$SUMS_OUT/metrics-$n.jsonl" ]; do n=$((n + 1)); done
+  mv "$SUMS_OUT/metrics.jsonl" "$SUMS_OUT/metrics-$n.jsonl"
+fi
 export PYTHONPATH="$SUMS_RECIPE${PYTHONPATH:+:$PYTHONPATH}"     # the agent loop of agents.yaml
 export VERL_PLATFORM="${SUMS_PLATFORM:-cpu}"                    # the CPU platform of the plugin; run_gpu.sh: nvidia
 # As an entry point the plugin's errors would only be logged.

@@ -20,7 +20,7 @@ from tracefp4.errors import TracefpError
 from tracefp4.loop import RunConfig, run_training
 from tracefp4.methods import get_method
 from tracefp4.nn import prepare_model
-from tracefp4.nn.loading import INDEX, SINGLE_FILE, load_policy, read_config, read_headers
+from tracefp4.nn.loading import INDEX, SINGLE_FILE, checkpoint_folder, load_policy, read_config, read_headers
 from tracefp4.rollout.model import ModelShape
 
 SHARDED = {"max_shard_size": "60KB"}
@@ -66,6 +66,24 @@ def test_experts_load_under_the_hubs_names_and_stacked(tmp_path: Path) -> None:
     assert "model.layers.1.mlp.experts.down_proj" in read_headers(stacked)
     for directory in (single, stacked):
         check_equal(load_policy(directory, "float32"), model, "float32")
+
+
+def test_a_model_of_the_hub_is_looked_up_in_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def download(repo: str, file: str) -> str:
+        asked.append((repo, file))
+        if repo != "somebody/model":
+            raise OSError("no such model\nand no network")
+        return str(tmp_path / "snapshot" / file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    assert checkpoint_folder(str(tmp_path)) == tmp_path
+    assert checkpoint_folder("somebody/model") == tmp_path / "snapshot"
+    assert asked == [("somebody/model", "config.json")]
+    with pytest.raises(TracefpError, match=r"^somebody/else is neither a folder nor a model .*give the folder") as told:
+        checkpoint_folder("somebody/else")
+    assert "\n" not in str(told.value)
 
 
 @pytest.mark.parametrize("kind", ["moe", "dense"])

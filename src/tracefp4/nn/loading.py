@@ -59,6 +59,24 @@ def checkpoint_directory(path: str) -> Path:
     return directory
 
 
+def checkpoint_folder(path: str) -> Path:
+    """The folder that holds a checkpoint's config.json: ``path``, or of a hub's model its folder in the hub's cache.
+
+    Raises TracefpError where there is neither such a folder nor such a model.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(path, "config.json")).parent
+    except Exception as error:  # a name that is none, a model that is not there, no network, no cache
+        raise TracefpError(
+            f"{path} is neither a folder nor a model of the hub that can be had here ({_one_line(error)}); "
+            "give the folder of a checkpoint, or download it first"
+        ) from error
+
+
 def read_config(directory: Path) -> PreTrainedConfig:
     """The checkpoint's config. Raises TracefpError where it is corrupt, of another architecture, or of quantized
     weights."""

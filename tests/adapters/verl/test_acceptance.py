@@ -290,6 +290,30 @@ def test_both_scripts_start_the_same_recipe(tmp_path: Path, device: str, platfor
     assert ("larger_policy.py" in said[0] and said[-1].split()[1] == "policy") == (device == "gpu")
 
 
+def test_a_second_start_keeps_the_metrics_of_the_first(tmp_path: Path) -> None:
+    """verl's file logger opens its file anew, also where a run is resumed."""
+    out = tmp_path / "out"
+    out.mkdir()
+    for i in range(3):
+        (out / "metrics.jsonl").write_text(f"start {i}\n")
+        command = [str(RECIPES / "run_cpu.sh"), str(out)]
+        subprocess.run(command, env={**os.environ, "PYTHON": "true", "SUMS_MODEL": "none"}, check=True)
+    assert [(out / f"metrics-{i + 1}.jsonl").read_text() for i in range(3)] == [f"start {i}\n" for i in range(3)]
+    assert not (out / "metrics.jsonl").exists()
+
+
+def test_a_mode_that_is_none_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["acceptance.py", str(tmp_path / "out"), "--modes", "bf16,trase"])
+    with pytest.raises(SystemExit) as ended:
+        acceptance.main()
+    assert ended.value.code == 2
+    assert "trase" in (said := capsys.readouterr().err)
+    assert "trace" in said
+    assert not (tmp_path / "out").exists()
+
+
 def test_steps_are_read_from_verls_file_logger(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     logged = [{"step": 0, "data": {"val/reward": 1.0}}, {"step": 1, "data": {acceptance.DIFF: 0.5}}]

@@ -7,10 +7,7 @@ rollout; named as an external module, the same failure ends the run with its own
 from __future__ import annotations
 
 import verl
-from verl.workers.rollout.base import _ROLLOUT_REGISTRY
-from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-from tracefp4.adapters.verl import platform
 from tracefp4.adapters.verl.versions import check_verl_version
 
 ROLLOUT_NAME = "tracefp4"
@@ -21,7 +18,12 @@ def register() -> None:
 
     Raises TracefpError for another verl.
     """
-    check_verl_version(verl.__version__)
+    check_verl_version(verl.__version__)  # before anything of verl's that another version may lack
+    from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    from tracefp4.adapters.verl import platform
+
     platform.install()
     RolloutReplicaRegistry.register(ROLLOUT_NAME, _load_replica)
     _ROLLOUT_REGISTRY[ROLLOUT_NAME, "async"] = "tracefp4.adapters.verl.server_adapter.ServerAdapter"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -23,7 +22,7 @@ from tracefp4.adapters.verl.segments import make_note
 from tracefp4.adapters.verl.settings import KEY, read_settings
 from tracefp4.errors import TracefpError
 from tracefp4.guidance.disk import ShardStore, make_store
-from tracefp4.nn.loading import read_config
+from tracefp4.nn.loading import checkpoint_folder, read_config
 from tracefp4.rollout.engine import RolloutConfig, RolloutEngine
 from tracefp4.types import Request, Trajectory
 
@@ -42,7 +41,7 @@ class RolloutServer:
         settings = read_settings(model.override_config)
         if settings is None:
             raise TracefpError(f"rollout.name=tracefp4 needs {KEY}.method, such as trace")
-        hf_config = read_config(Path(model.local_path))
+        hf_config = read_config(checkpoint_folder(model.local_path))
         self.settings, self.replica_rank = settings, replica_rank
         self.recipe = settings.recipe(hf_config.num_hidden_layers)
         self.store = make_store(settings.guidance)

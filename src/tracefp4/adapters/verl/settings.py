@@ -97,7 +97,7 @@ def read_settings(override_config: Mapping[str, Any] | None) -> AdapterSettings 
     if why := _why_not_in_verl(settings.mode):
         names = ", ".join(m.name for m in list_methods() if not _why_not_in_verl(m))
         raise TracefpError(f"method {settings.method} {why}; use one of {names}")
-    if settings.guidance.url == "memory":
+    if settings.guidance.url.partition(":")[0] == "memory":
         folder = f"{KEY}.guidance.url, a folder or URL that rollout and trainer both reach"
         if settings.mode.guidance is not None:
             raise TracefpError(f"method {settings.method} needs {folder}")
