@@ -12,6 +12,7 @@ from tracefp4.tasks import Prompt, build_text_tokenizer, make_task
 from tracefp4.tasks.calculator import Calculator, CalculatorConfig
 from tracefp4.tasks.reasoning import ReasoningGymConfig
 from tracefp4.train import warmstart
+from tracefp4.train.average import Average
 from tracefp4.train.teaching import (
     EXPERTS_NAME,
     IGNORED_LABEL,
@@ -21,7 +22,7 @@ from tracefp4.train.teaching import (
     sample_exchanges,
     supervised_batch,
 )
-from tracefp4.train.warmstart import WarmstartConfig, WarmstartError, _Average, run_warmstart
+from tracefp4.train.warmstart import WarmstartConfig, WarmstartError, run_warmstart
 
 TINY = WarmstartConfig.model_validate(
     {
@@ -174,7 +175,7 @@ def test_a_batch_that_cannot_be_made_is_one_sentence(device: str) -> None:
 
 def test_the_average_is_an_exponential_one_and_starts_anew_from_given_weights() -> None:
     model = tiny_model(tiny_config())
-    average, name = _Average(model, 0.75), "model.norm.weight"
+    average, name = Average(model, 0.75), "model.norm.weight"
     weight, held = model.get_parameter(name), average.model.get_parameter(name)
     for value in (1.0, 5.0, 9.0):
         torch.nn.init.constant_(weight, value)
@@ -184,7 +185,7 @@ def test_the_average_is_an_exponential_one_and_starts_anew_from_given_weights() 
     average.add(model)
     assert held.unique().tolist() == [0.75 * 2 + 0.25 * 9]
     assert weight.unique().tolist() == [9.0]
-    assert _Average(model, 0.0).model is model
+    assert Average(model, 0.0).model is model
 
 
 def test_experts_of_a_gpus_warm_start_are_transformers_in_bf16(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ class Scheduler:
             seq = self.waiting[0]
             if not seq.block_table:
                 self.blocks.share(seq)
-            start = seq.first_row
+            start = max(seq.num_computed, seq.num_shared)
             stop = min(len(seq.tokens), start + budget)
             # One token beyond the known ones, so that admission does not preempt a running sequence next step.
             reserve = len(seq.tokens) + (1 if self.running else 0)
@@ -80,7 +80,7 @@ class Scheduler:
 
     def _schedule_turns(self) -> list[Scheduled]:
         """Rows of new turns: the last sampled token and the environment's answer, chunked to the token budget."""
-        turns = [s for s in self.running if len(s.tokens) - s.first_row > 1]
+        turns = [s for s in self.running if len(s.tokens) - s.num_computed > 1]
         return self._schedule_running(turns, self.max_tokens_per_step) if turns else []
 
     def _schedule_running(self, wanted: Iterable[Sequence], budget: int | None) -> list[Scheduled]:
@@ -92,7 +92,7 @@ class Scheduler:
             seq = pending.popleft()
             rows = len(seq.tokens)
             if budget is None and rows <= len(seq.block_table) * page_size:  # nearly every decode row
-                batch.append(Scheduled(seq, seq.first_row, rows, True))
+                batch.append(Scheduled(seq, seq.num_computed, rows, True))
                 continue
             while seq.status is Status.RUNNING and not self.blocks.can_grow(seq, len(seq.tokens)):
                 victim = next(s for s in reversed(self.running) if s is seq or not any(b.seq is s for b in batch))
@@ -102,10 +102,9 @@ class Scheduler:
             if seq.status is not Status.RUNNING:
                 continue
             self.blocks.grow(seq, len(seq.tokens))
-            start = seq.first_row
-            stop = len(seq.tokens) if budget is None else min(len(seq.tokens), start + budget)
-            batch.append(Scheduled(seq, start, stop, stop == len(seq.tokens)))
-            budget = None if budget is None else budget - (stop - start)
+            stop = len(seq.tokens) if budget is None else min(len(seq.tokens), seq.num_computed + budget)
+            batch.append(Scheduled(seq, seq.num_computed, stop, stop == len(seq.tokens)))
+            budget = None if budget is None else budget - (stop - seq.num_computed)
         return batch
 
     def _preempt(self, seq: Sequence) -> None:

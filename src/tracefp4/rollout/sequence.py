@@ -57,11 +57,6 @@ class Sequence:
         return len(self.request.prompt_ids)
 
     @property
-    def first_row(self) -> int:
-        """The first that is to be computed."""
-        return max(self.num_computed, self.num_shared)
-
-    @property
     def num_new(self) -> int:
         return len(self.tokens) - self.num_prompt
 

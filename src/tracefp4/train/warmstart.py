@@ -22,7 +22,6 @@ from typing import Any, Literal, Self
 import torch
 import transformers
 from pydantic import Field, model_validator
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import PreTrainedTokenizerBase, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tracefp4.config import StrictModel, load_config
@@ -31,6 +30,7 @@ from tracefp4.errors import TracefpError
 from tracefp4.files import replaced_dir
 from tracefp4.tasks import AnyTaskConfig, Prompt, Task, TaskConfig, build_text_tokenizer, build_tokenizer, make_task
 from tracefp4.tasks.running_sums import WARMSTART_FIRST_STEP, RunningSumsConfig
+from tracefp4.train.average import Average
 from tracefp4.train.teaching import (
     EXPERTS_NAME,
     IGNORED_LABEL,
@@ -234,16 +234,9 @@ def train(
     later call goes on.
     """
     options, stop, started = config.optimizer, config.stop, time.monotonic()
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=options.learning_rate,
-        betas=(0.9, options.beta2),
-        weight_decay=options.weight_decay,
-        fused=True if model.device.type == "cuda" else None,
-    )
-    curriculum = Curriculum(task, config)
-    teacher = Teacher(task, options.mistake_share)
-    average = _Average(model, options.average)
+    optimizer = _optimizer(model, options)
+    curriculum, teacher = Curriculum(task, config), Teacher(task, options.mistake_share)
+    average = Average(model, options.average)
     peak_rate, below, steps_of_below, rate = options.learning_rate, _snapshot(model), 0, 0.0
     steps = first = 0
     if progress is not None and progress.exists():
@@ -282,32 +275,21 @@ def train(
             below, steps_of_below = _snapshot(average.model), steps
         if progress is not None:
             values = (peak_rate, below, steps_of_below, rate, steps, data_step + 1, elapsed)
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            state |= {"average": average.model.state_dict()}
+            parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "average": average.model}
+            state = {name: part.state_dict() for name, part in parts.items()}
             save_progress(progress, state | dict(zip(_PROGRESS, values, strict=True)))
     model.load_state_dict(average.model.state_dict())
     return TrainOutcome(steps, rate, False, time.monotonic() - started)
 
 
-class _Average:
-    """Moving average of a model's weights, itself a model; with decay 0 the model itself."""
-
-    def __init__(self, model: Qwen3MoeForCausalLM, decay: float) -> None:
-        self._averaged, self.model = None, model
-        if decay:
-            self._averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
-            assert isinstance(self._averaged.module, Qwen3MoeForCausalLM)
-            self.model = self._averaged.module
-
-    def add(self, model: Qwen3MoeForCausalLM) -> None:
-        if self._averaged is not None:
-            self._averaged.update_parameters(model)
-
-    def start_from(self, weights: dict[str, torch.Tensor]) -> None:
-        """The average is these weights, and goes on from them."""
-        if self._averaged is not None:
-            self.model.load_state_dict(weights)
-            self._averaged.n_averaged.fill_(1)
+def _optimizer(model: Qwen3MoeForCausalLM, options: OptimizerConfig) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=options.learning_rate,
+        betas=(0.9, options.beta2),
+        weight_decay=options.weight_decay,
+        fused=True if model.device.type == "cuda" else None,
+    )
 
 
 _PROGRESS = ("peak_rate", "below", "steps_of_below", "rate", "steps", "data_step", "seconds")
