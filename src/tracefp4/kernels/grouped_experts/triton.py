@@ -368,7 +368,7 @@ def default_config(fp4: bool, rows_per_expert: float, device: torch.device) -> E
         if rows_per_expert <= 24:
             return ExpertsConfig(64, 32, 4, 3, down=128, strips=True, tails=1)
         if rows_per_expert <= 40:
-            return ExpertsConfig(64, 48, 4, 3, down=128, strips=True, tails=1, registers=168)
+            return ExpertsConfig(64, 48, 4, 4, down=128, strips=True, tails=1, registers=168)
         if rows_per_expert <= 96:
             return ExpertsConfig(64, 64, 4, 3, down=128, strips=True, tails=2)
         properties = torch.cuda.get_device_properties(device)
