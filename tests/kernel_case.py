@@ -68,6 +68,8 @@ def engine(
         assert isinstance(made.model, KernelModel)
         assert made.kernels is not None
         made.model.backend = made.kernels.pool.backend = "torch"
+        if made.model.compensation is not None:
+            made.model.compensation.backend = "torch"
     if load:
         made.update_weights(tiny_weights(config).items(), 0)
     return made

@@ -207,13 +207,6 @@ SETTINGS = [
         ["method.name=qat", "quant.weights=none", "quant.activations=none", "quant.kv=none"],
         "method qat has nothing to quantize: .* set one of them, or take method bf16",
     ),
-    *(
-        setting(
-            ["method.name=score_centering", f"rollout.backend={backend}"],
-            f"score_centering needs the rollout's likeliest tokens, which rollout.backend .{backend}. does not keep",
-        )
-        for backend in ("triton", "native")
-    ),
     setting("rollout.dtype=float32", "rollout.dtype float32 and train.dtype bfloat16 differ"),
     setting("rollout.num_pages=1", "needs 2 cache pages of 16, the engine has 1; raise rollout.num_pages"),
     setting("rollout.page_size=1000000000", "the KV cache would take .* GiB of .* GiB: lower rollout.max_num_seqs"),

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+import kernel_case
 from tiny import make_engine, tiny_requests
-from tracefp4.types import Request, SamplingParams, TrainBatch
+from tracefp4.types import Request, SamplingParams, TrainBatch, Trajectory
 
 
 def requests(n: int, k: int, **settings: float) -> list[Request]:
@@ -85,3 +86,64 @@ def test_preemption_changes_nothing() -> None:
 def test_a_negative_count_is_refused() -> None:
     with pytest.raises(ValueError, match="top_logprobs must be >= 0"):
         SamplingParams(top_logprobs=-1)
+
+
+def kernel_requests(n: int, k: int, tokens: int, **settings: float) -> list[Request]:
+    asked = kernel_case.requests(n, tokens, **settings)
+    return [replace(r, sampling=replace(r.sampling, top_logprobs=k)) for r in asked]
+
+
+def check_whole(out: list[Trajectory], vocab: int = 32) -> None:
+    """Heads of the whole vocabulary: a distribution at every token, with the token's own log-prob at its place."""
+    for t in out:
+        assert t.head is not None
+        assert t.head.ids.shape == t.head.logprobs.shape == (len(t.response_ids), vocab)
+        torch.testing.assert_close(t.head.logprobs.exp().sum(-1), torch.ones(len(t.response_ids)))
+        assert (t.head.logprobs.diff(dim=-1) <= 0).all()
+        at = (t.head.ids == torch.tensor(t.response_ids)[:, None]).nonzero()
+        assert at[:, 0].tolist() == list(range(len(t.response_ids)))
+        torch.testing.assert_close(t.head.logprobs[at[:, 0], at[:, 1]], t.logprobs, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(("temperature", "top_p", "burst"), [(1.0, 1.0, 1), (0.6, 1.0, 4), (1.0, 0.7, 4)])
+def test_over_the_kernels_too(temperature: float, top_p: float, burst: int) -> None:
+    asked = kernel_requests(7, 32, 9, temperature=temperature, top_p=top_p)
+    check_whole(kernel_case.engine("trace-all", "references", steps_per_sync=burst).generate(asked))
+
+
+def test_by_triton() -> None:
+    """The captured step on a GPU; the interpreter without."""
+    check_whole(kernel_case.engine("bf16", "triton").generate(kernel_requests(3, 1000, 3)))
+
+
+def test_over_the_kernels_a_wider_head_may_be_asked_for_on_the_way() -> None:
+    """Steps keep the widest head that any request has asked for; what was drawn before is not drawn again."""
+    alone = kernel_case.engine("bf16", "references").generate(kernel_requests(2, 4, 12))
+    made = kernel_case.engine("bf16", "references")
+    first, second = kernel_requests(2, 4, 12)
+    plain, wide = kernel_case.requests(4, 6)[2], kernel_requests(4, 32, 6)[3]
+    done = {}
+    made.add_request(first)
+    made.add_request(plain)
+    for _ in range(3):
+        done.update((t.request_id, t) for t in made.step())
+    made.add_request(wide)
+    made.add_request(second)
+    while made.scheduler.unfinished:
+        done.update((t.request_id, t) for t in made.step())
+    assert done[plain.request_id].head is None
+    check_whole([done[wide.request_id]])
+    for want in alone:
+        got = done[want.request_id]
+        assert got.response_ids == want.response_ids
+        assert got.head is not None
+        assert want.head is not None
+        assert got.head.ids.shape == (len(got.response_ids), 4)
+        torch.testing.assert_close(got.head.logprobs, want.head.logprobs)
+
+
+def test_over_the_kernels_preemption_keeps_what_was_drawn() -> None:
+    made = kernel_case.engine("bf16", "references", num_pages=4)
+    out = made.generate(kernel_requests(4, 32, 14))
+    assert made.scheduler.num_preemptions > 0
+    check_whole(out)

@@ -72,10 +72,7 @@ class Parts:
 
     def make_engine(self, store: GuidanceStore, recipe: QuantRecipe | None = None) -> RolloutEngine:
         """An engine without weights. recipe: another numeric form than the run's."""
-        rollout = self.rollout
-        if rollout.backend == "auto" and make_loss(self.method.loss, self.train).top_logprobs:
-            rollout = rollout.model_copy(update={"backend": "torch"})  # the kernels' sampler keeps no likeliest tokens
-        return RolloutEngine(self.hf_config, recipe or self.recipe, rollout, store, self.device)
+        return RolloutEngine(self.hf_config, recipe or self.recipe, self.rollout, store, self.device)
 
     def make_trainer(self, store: GuidanceStore) -> GRPOTrainer:
         """The trainer with the checkpoint's weights."""
@@ -230,11 +227,6 @@ def preflight(config: RunConfig, task: Task | None = None, training: bool = True
         # Another seed is another run: other problems too, not only other samples of the same ones.
         task = make_task(config.task.model_copy(update={"seed": config.task.seed + config.run.seed}))
     ModelShape.from_hf(hf_config)
-    if rollout.backend in ("triton", "native") and make_loss(method.loss, train).top_logprobs:
-        raise TracefpError(
-            f"method {method.name} needs the rollout's likeliest tokens, which rollout.backend "
-            f'"{rollout.backend}" does not keep: set rollout.backend="torch"'
-        )
     recipe = method.recipe(config.quant, hf_config.num_hidden_layers)
     encoder = make_encoder(tokenizer, config)
     check_weights(path, hf_config)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from tracefp4.guidance.stream import StreamRecorder
+from tracefp4.rollout.head import append_head, likeliest
 from tracefp4.rollout.kernel_model import KernelModel, KernelStep, Recording
 from tracefp4.rollout.paged_pool import PagedPool
 from tracefp4.rollout.sampler import NOT_FINITE, SamplingTensors, draw
@@ -71,6 +72,8 @@ class DecodeRunner:
         self.probe_places = torch.full((M,), -1, dtype=torch.int64, device=device)  # among those; -1: none
         self.settings = SamplingTensors.of([PADDING] * M).to(device)
         self.out = torch.zeros(3, M, dtype=torch.float64, device=device)  # token, log-prob, whether it is finite
+        self.heads: Tensor | None = None  # [2, M, k]: ids and log-probs of the likeliest tokens, where they are kept
+        self._host_heads: Tensor | None = None
         self._index = torch.arange(M, device=device)
         self.burst, self._launched = burst, 0
         self._host_out = torch.zeros(burst, 3, M, dtype=torch.float64, pin_memory=pinned)
@@ -123,6 +126,10 @@ class DecodeRunner:
         ids, logprobs, finite = draw(logits, self.settings.rows(B), positions + 1, nucleus, self.model.backend)
         for row, values in zip(self.out[:, :B], (ids, logprobs, finite), strict=True):
             row.copy_(values)
+        if self.heads is not None:
+            kept = likeliest(logits, self.settings.temperature[:B], self.heads.shape[-1])
+            for part, found in zip(self.heads[:, :B], kept, strict=True):
+                part.copy_(found)
         self.tokens[:B].copy_(ids)
         positions.add_((positions >= 0).long())
 
@@ -193,6 +200,7 @@ class DecodeRunner:
         self._flying = False
         n, steps = len(rows), self._launched
         out = self._host_out[:steps, :, :n].clone()
+        heads = None if self._host_heads is None else self._host_heads[:steps, :, :n].clone()
         ids = out[:, 0].long()
         stops = torch.isin(ids, self._stops)
         live = stops.cumsum(0) - stops.long() == 0  # the stop token itself counts
@@ -207,11 +215,27 @@ class DecodeRunner:
             self._flying = True
         self._lengths[stops[:-1].any(0)] = -1  # the device went on behind a stop: such a row is no known one
         counts = live.sum(0).tolist()
+        if heads is not None:
+            for i, (seq, count) in enumerate(zip(rows, counts, strict=True)):
+                append_head(seq, heads[:count, 0, i], heads[:count, 1, i])
         drawn = [
             (row[:count], values[:count])
             for row, values, count in zip(ids.T.tolist(), out[:, 1].T.tolist(), counts, strict=True)
         ]
         return [drawn[self._row_of[id(s)]] for s in batch]
+
+    def keep_heads(self, k: int) -> None:
+        """From the next step on keeps the k likeliest tokens of every position, or more where that was asked before."""
+        k = min(k, self.model.shape.vocab)
+        if self.heads is not None and self.heads.shape[-1] >= k:
+            return
+        self._reset()  # the captured steps keep fewer
+        self._graphs.clear()
+        self._logits.clear()
+        self._memory = None
+        M = len(self.tokens)
+        self.heads = torch.zeros(2, M, k, dtype=torch.float64, device=self.tokens.device)
+        self._host_heads = torch.zeros(self.burst, 2, M, k, dtype=torch.float64, pin_memory=self._pinned)
 
     def drop(self) -> None:
         """Forgets a step that was launched ahead: weights are about to change."""
@@ -237,6 +261,8 @@ class DecodeRunner:
             with torch.no_grad():
                 (self._replay if self.graphs else self._eager)(*self._size)
             self._host_out[step].copy_(self.out, non_blocking=True)  # whole: a part would be no plain copy, and wait
+            if self.heads is not None and self._host_heads is not None:
+                self._host_heads[step].copy_(self.heads, non_blocking=True)
         self._launched = steps
         self._event = torch.cuda.current_stream().record_event() if self._pinned else None
 

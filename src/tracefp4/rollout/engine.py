@@ -199,10 +199,7 @@ class RolloutEngine:
                 f"the engine has {self.blocks.num_pages}; raise rollout.num_pages"
             )
         if request.sampling.top_logprobs and self.kernels is not None:
-            raise TracefpError(
-                f"request {request.request_id} asks for the rollout's likeliest tokens, which rollout.backend "
-                f'"{c.backend}" does not keep: set rollout.backend="torch"'
-            )
+            self.kernels.runner.keep_heads(request.sampling.top_logprobs)
         if request.probe and self.kernels is not None:
             self.kernels.expect_probes()
         elif request.probe and self.probe is None:

@@ -7,37 +7,52 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
+from tracefp4.rollout.sampler import SamplingTensors
 from tracefp4.rollout.sequence import Sequence
 from tracefp4.types import TokenHead
 
 
-def keep_heads(seqs: Seq[Sequence], logits_BV: Tensor) -> None:
-    """Appends the head of each sequence's next token where its request asks for one. logits: a row a sequence.
+def likeliest(logits_BV: Tensor, temperature_B: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """(ids int64, log-probs f32) [B, k], likeliest first. Asks the host nothing.
 
-    Log-probs are those that ``sampler.sample`` gives: under the temperature-scaled distribution before top-p.
+    temperature: 1 where greedy. Log-probs are those that ``sampler.sample`` gives, up to the order of a sum: under the
+    temperature-scaled distribution before top-p.
     """
-    rows = [i for i, s in enumerate(seqs) if s.request.sampling.top_logprobs]
-    if not rows:
+    logits = logits_BV.float()
+    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature_B[:, None]
+    logprobs, ids = torch.log_softmax(scaled, dim=-1).topk(k, dim=-1)
+    return ids, logprobs
+
+
+def width_of(seqs: Seq[Sequence], vocab: int) -> int:
+    """Tokens of the widest head that any of them asks for; 0 for none."""
+    return min(max(s.request.sampling.top_logprobs for s in seqs), vocab)
+
+
+def keep_heads(seqs: Seq[Sequence], logits_BV: Tensor) -> None:
+    """Appends the head of each sequence's next token where its request asks for one. logits: a row a sequence."""
+    k = width_of(seqs, logits_BV.shape[-1])
+    if not k:
         return
-    logits = logits_BV[rows].float()
-    temperature = [seqs[i].request.sampling.temperature or 1.0 for i in rows]
-    scaled = (logits - logits.amax(-1, keepdim=True)) / torch.tensor(temperature, device=logits.device)[:, None]
-    logprobs = torch.log_softmax(scaled, dim=-1)
-    k = min(max(seqs[i].request.sampling.top_logprobs for i in rows), logits.shape[-1])
-    top, ids = (t.cpu() for t in logprobs.topk(k, dim=-1))
-    for row, i in enumerate(rows):
-        own = seqs[i].request.sampling.top_logprobs
-        seqs[i].head.append((ids[row, :own].to(torch.int32), top[row, :own]))
+    settings = SamplingTensors.of([s.request.sampling for s in seqs])
+    ids, logprobs = (t.cpu() for t in likeliest(logits_BV, settings.temperature.to(logits_BV.device), k))
+    for i, seq in enumerate(seqs):
+        append_head(seq, ids[i : i + 1], logprobs[i : i + 1])
+
+
+def append_head(seq: Sequence, ids_NK: Tensor, logprobs_NK: Tensor) -> None:
+    """Takes the heads of N sampled tokens, as wide as its request asks for; none where it asks for none."""
+    if own := seq.request.sampling.top_logprobs:
+        seq.head.append((ids_NK[:, :own].to(torch.int32), logprobs_NK[:, :own].float()))
 
 
 def take_head(seq: Sequence) -> TokenHead | None:
     """The heads of a sequence's response, [R, k]; None where it asked for none or sampled nothing."""
     if not seq.head:
         return None
-    k = seq.head[0][0].shape[0]
-    ids = torch.zeros(len(seq.sampled), k, dtype=torch.int32)
-    logprobs = torch.full((len(seq.sampled), k), -torch.inf)
     sampled = torch.tensor(seq.sampled)
-    ids[sampled] = torch.stack([i for i, _ in seq.head])
-    logprobs[sampled] = torch.stack([p for _, p in seq.head])
+    own_ids, own_logprobs = (torch.cat(parts) for parts in zip(*seq.head, strict=True))
+    ids = torch.zeros(len(sampled), own_ids.shape[1], dtype=torch.int32)
+    logprobs = torch.full(ids.shape, -torch.inf)
+    ids[sampled], logprobs[sampled] = own_ids, own_logprobs
     return TokenHead(ids, logprobs)

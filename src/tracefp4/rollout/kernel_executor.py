@@ -15,6 +15,7 @@ from tracefp4.recipe import QuantRecipe
 from tracefp4.rollout.block_manager import slots_of
 from tracefp4.rollout.config import RolloutConfig
 from tracefp4.rollout.decode import DecodeRunner
+from tracefp4.rollout.head import keep_heads
 from tracefp4.rollout.kernel_model import Context, KernelModel, KernelStep, Recording, Span
 from tracefp4.rollout.model import ModelShape
 from tracefp4.rollout.paged_pool import PagedPool
@@ -94,6 +95,7 @@ class KernelExecutor:
             return []
         positions = torch.tensor([len(s.tokens) for s in seqs], device=self.device)
         ids, logprobs = sample(logits, [s.request.sampling for s in seqs], positions, self.model.backend)
+        keep_heads(seqs, logits)
         drawn = {id(s): ([i], [p]) for s, i, p in zip(seqs, ids.tolist(), logprobs.tolist(), strict=True)}
         return [drawn[id(s.seq)] for s in given]
 

@@ -46,7 +46,7 @@ class Sequence:
     status: Status = Status.WAITING
     finish_reason: str | None = None
     head: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Of every sampled token (ids, log-probs) of the likeliest ones; see ``tracefp4.rollout.head``."""
+    """Of the sampled tokens, in order, (ids, log-probs) [n, k] of the likeliest ones; see ``tracefp4.rollout.head``."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_ids)
