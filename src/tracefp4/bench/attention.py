@@ -155,7 +155,7 @@ def cases(small: bool, sweep: bool) -> list[Case]:
     found = [_unpacking(([1] * 4096, 4, 4, D, 16)) for D in (64, 128, 256)]
     for label, shape in shapes.items():
         found += [_case(label, shape, "bf16"), _case(label, shape, "fp4")]
-        if label in ("8 x 128K, 32/4 heads of 128", "64 x 8K, 32/4 heads of 128"):
+        if label in (MAIN, SHORT, WIDE, FULL, WIDE_FULL):
             found.append(_sdpa(label, shape))
     return found
 
@@ -188,6 +188,7 @@ def _configured(label: str, shape: Shape, kind: str, setting: Setting, move: boo
 
 MAIN, WIDE = "8 x 128K, 32/4 heads of 128", "8 x 128K, 16/2 heads of 256"
 FULL, WIDE_FULL = "48 x 128K, 32/4 heads of 128", "48 x 128K, 16/2 heads of 256"
+SHORT = "64 x 8K, 32/4 heads of 128"
 RAGGED = "64 of 1K to 64K, 32/4 heads of 128"
 
 # What came within a few percent of the default or beat it; the defaults themselves are cases of their own.
