@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -150,6 +150,15 @@ class GRPOTrainer:
         metrics |= {name: value / weight for name, (value, weight) in own.items() if weight}
         self._version += 1
         return metrics
+
+    def logprobs(self, trajectories: Sequence[Trajectory]) -> list[Tensor]:
+        """Log-probs of the trajectories' next tokens under the weights as they are, by the forward that is trained.
+
+        f32 [B, T - 1] of every micro-batch, shortest trajectories first. Trains nothing, and counts nothing.
+        """
+        micros = self._micro_batches(list(trajectories), RowCounts(), SiteObserver())
+        self._old_logprobs(micros)
+        return [m.old_logprobs for m in micros if m.old_logprobs is not None]
 
     # -- parts of an update -----------------------------------------------------------------------------------
 
