@@ -1,5 +1,6 @@
 """Runs side by side: order, deadlines, failures, signals, and going on after each of them."""
 
+import hashlib
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import pytest
 from made_up_runs import RUN
 from tracefp4.compare import CompareError
 from tracefp4.reproduce import runner
+from tracefp4.reproduce.places import Places
 from tracefp4.reproduce.plan import Plan, make_plan, open_plan, read_plan, scores_of, stored_request
 from tracefp4.reproduce.results import gather
 from tracefp4.reproduce.reuse import adopt
@@ -36,10 +38,12 @@ REFUSED = "print('error: train.lr must be positive'); raise SystemExit(2)"
 CRASHED = "print('Traceback'); raise SystemExit(1)"
 
 
-def run(plan: Plan, jobs: int = 3, seconds: float | None = None, whole: bool = False) -> tuple[list[str], object]:
+def run(
+    plan: Plan, jobs: int = 3, seconds: float | None = None, whole: bool = False, places: Path | None = None
+) -> tuple[list[str], object]:
     lines: list[str] = []
     deadline = None if seconds is None else time.monotonic() + seconds
-    outcome = run_plan(plan, Limits(jobs, deadline, whole), lines.append)
+    outcome = run_plan(plan, Limits(jobs, deadline, whole, places), lines.append)
     return lines, outcome
 
 
@@ -76,6 +80,82 @@ def test_runs_are_spread_over_the_gpus(made_up: MakeUp, monkeypatch: pytest.Monk
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     run(plan)
     assert "on None" in (plan.specs[0].folder / "seed0.log").read_text()
+
+
+def run_beside(plan: Plan, places: Path) -> tuple[threading.Thread, list[str]]:
+    lines: list[str] = []
+    thread = threading.Thread(target=lambda: run_plan(plan, Limits(2, None, False, places), lines.append))
+    thread.start()
+    return thread, lines
+
+
+def test_commands_share_places(made_up: MakeUp, tmp_path: Path) -> None:
+    folder = tmp_path / "places"
+    others = Places(2, folder)
+    first, second = others.take(), others.take()
+    assert first is not None
+    assert second is not None
+    assert others.take() is None
+    assert Places(2, folder).take() is None
+    plan = made_up(modes=("bf16",), seeds=(0,))
+    thread, lines = run_beside(plan, folder)
+    time.sleep(0.5)
+    assert lines == []
+    others.release(second)
+    thread.join(60)
+    assert plan.complete
+    assert (third := Places(2, folder).take()) is not None  # given back at the end
+    assert third.index == second.index
+    others.release(first)
+
+
+def test_a_run_that_another_command_has_under_way_is_waited_for(made_up: MakeUp, tmp_path: Path) -> None:
+    folder = tmp_path / "places"
+    plan = made_up(modes=("bf16", "qat"), seeds=(0,))
+    hold = Places(2, folder).hold(f"run-{hashlib.sha256(plan.specs[0].config.encode()).hexdigest()[:16]}")
+    assert hold is not None
+    thread, lines = run_beside(plan, folder)
+    while not plan.specs[1].done:
+        time.sleep(0.05)
+    assert not (plan.specs[0].run_dir).exists()
+    twin = made_up(modes=("bf16",), seeds=(0,), folder="twin")
+    run(twin)
+    hold.release()
+    thread.join(60)
+    assert plan.complete
+    assert "dynamics/bf16, seed 0: the same run as twin/dynamics/bf16/seed0, taken over" in lines
+
+
+def test_a_warm_start_that_another_command_makes_is_waited_for(made_up: MakeUp, tmp_path: Path) -> None:
+    folder = tmp_path / "places"
+    plan = made_up(modes=("bf16",), seeds=(0,))
+    (start,) = plan.starts
+    made = (start / "warmstart.json").read_text()
+    (start / "warmstart.json").unlink()
+    hold = Places(2, folder).hold(start.name)
+    assert hold is not None
+    thread, lines = run_beside(plan, folder)
+    time.sleep(0.5)
+    assert lines == []
+    (start / "warmstart.json").write_text(made)
+    hold.release()
+    thread.join(60)
+    assert plan.complete
+
+
+def test_a_place_is_on_the_gpu_with_the_fewest(tmp_path: Path) -> None:
+    places = Places(5, tmp_path / "p", ["4", "6"])
+    taken = [places.take() for _ in range(5)]
+    assert [p.gpu for p in taken if p is not None] == ["4", "6", "4", "6", "4"]
+    for p in (taken[1], taken[3]):
+        assert p is not None
+        places.release(p)
+    beside = Places(5, tmp_path / "p", ["4", "6"])
+    assert [p.gpu for p in (beside.take(), beside.take()) if p is not None] == ["6", "6"]
+    assert beside.take() is None
+    alone = Places(1, None, ["7"]).take()
+    assert alone is not None
+    assert alone.gpu is None
 
 
 def test_a_deadline_stops_and_the_next_call_goes_on(made_up: MakeUp) -> None:

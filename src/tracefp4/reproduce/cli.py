@@ -55,6 +55,12 @@ Jobs = Annotated[int | None, typer.Option(metavar="J", help="Runs at once.", min
 MaxMinutes = Annotated[
     float | None, typer.Option(metavar="M", help="Stop then, states saved; the same command goes on.", min=0)
 ]
+PlacesFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--places", metavar="DIR", help="Commands that name the same folder run at most --jobs processes together."
+    ),
+]
 Whole = Annotated[
     bool, typer.Option("--whole", help="With --max-minutes: start only runs that are expected to end in time.")
 ]
@@ -74,6 +80,7 @@ def _command(name: str) -> Callable[..., None]:
         jobs: Jobs = None,
         max_minutes: MaxMinutes = None,
         whole: Whole = False,
+        places: PlacesFolder = None,
     ) -> None:
         from tracefp4.reproduce.plan import Request
 
@@ -84,7 +91,7 @@ def _command(name: str) -> Callable[..., None]:
             name, recipe, _names(modes), numbers, steps, profile == "tiny", device, tuple(overrides or ())
         )
         deadline = None if max_minutes is None else time.monotonic() + 60 * max_minutes
-        _reproduce(request, out or Path("runs", "reproduce", name), jobs, deadline, whole)
+        _reproduce(request, out or Path("runs", "reproduce", name), jobs, deadline, whole, places)
 
     command.__doc__ = EXPERIMENTS[name].summary[0].upper() + EXPERIMENTS[name].summary[1:] + "."
     return command
@@ -114,6 +121,7 @@ def search(
     steps: Annotated[int, typer.Option(metavar="N", help="RL steps of a run.", min=1)] = 100,
     jobs: Jobs = None,
     max_minutes: MaxMinutes = None,
+    places: PlacesFolder = None,
 ) -> None:
     """Short runs of the control under variants of a rung's recipe: which settings are stable."""
     from tracefp4.reproduce.search import make_search, make_variants
@@ -132,7 +140,7 @@ def search(
         tiny=profile == "tiny",
         device=device,
     )
-    _search(plan, jobs, deadline)
+    _search(plan, jobs, deadline, places)
 
 
 @app.command()
@@ -201,7 +209,9 @@ def unpack(source: PackFolder, folder: Folder) -> None:
     print(f"{folder}: unpacked; {_again(_stored(folder).request, folder)}")
 
 
-def _reproduce(request: Request, out: Path, jobs: int | None, deadline: float | None, whole: bool) -> None:
+def _reproduce(
+    request: Request, out: Path, jobs: int | None, deadline: float | None, whole: bool, places: Path | None
+) -> None:
     from tracefp4.report import ensure_dir
     from tracefp4.reproduce.page import write_results
     from tracefp4.reproduce.plan import make_plan, open_plan
@@ -209,7 +219,7 @@ def _reproduce(request: Request, out: Path, jobs: int | None, deadline: float | 
     from tracefp4.reproduce.runner import Limits, default_jobs, run_plan
 
     plan = make_plan(request, out)
-    limits = Limits(jobs or default_jobs(plan), deadline, whole)
+    limits = Limits(jobs or default_jobs(plan), deadline, whole, places)
     with folder_lock(ensure_dir(out)):
         facts = open_plan(plan)
         _announce(plan, limits)
@@ -231,12 +241,12 @@ def _reproduce(request: Request, out: Path, jobs: int | None, deadline: float | 
         raise typer.Exit(NOT_FINISHED)
 
 
-def _search(plan: Plan, jobs: int | None, deadline: float | None) -> None:
+def _search(plan: Plan, jobs: int | None, deadline: float | None, places: Path | None) -> None:
     from tracefp4.report import ensure_dir
     from tracefp4.reproduce.runner import Limits, default_jobs, run_plan
     from tracefp4.reproduce.search import headings, open_search, summary_rows
 
-    limits = Limits(jobs or default_jobs(plan), deadline)
+    limits = Limits(jobs or default_jobs(plan), deadline, places=places)
     with folder_lock(ensure_dir(plan.out)):
         open_search(plan)
         _say(

@@ -3,25 +3,27 @@ invocation goes on where its run stood."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tracefp4 import signals
 from tracefp4.compare import Child, CompareError, child_environment, end_children
 from tracefp4.config import resolved
-from tracefp4.device import least_busy, visible_gpus
+from tracefp4.device import visible_gpus
 from tracefp4.errors import TracefpError
 from tracefp4.evaluate import EVAL
 from tracefp4.files import append_text
 from tracefp4.report import ensure_dir, write_json_atomic
 from tracefp4.report.logger import METRICS, TIMING
 from tracefp4.report.provenance import usable_cores
+from tracefp4.reproduce.places import Hold, Place, Places
 from tracefp4.reproduce.plan import Plan, Spec, scores_of, write_scores
 from tracefp4.reproduce.reuse import adopt
 from tracefp4.reproduce.rung import RungConfig
@@ -51,11 +53,12 @@ class Outcome:
 @dataclass
 class Limits:
     """jobs: processes at once. deadline: time.monotonic() at which all stop, None for never. whole: start only runs
-    that are expected to end before it."""
+    that are expected to end before it. places: a folder; all commands that name it hold ``jobs`` places together."""
 
     jobs: int
     deadline: float | None = None
     whole: bool = False
+    places: Path | None = None
 
     @property
     def left(self) -> float:
@@ -145,7 +148,14 @@ class _Job:
     child: Child
     spec: Spec | None
     start: Path
+    place: Place
+    hold: Hold
     told: bool = False
+
+    def end(self, places: Places) -> None:
+        """Gives back what it held."""
+        places.release(self.place)
+        self.hold.release()
 
 
 @dataclass
@@ -165,19 +175,12 @@ def _run_all(plan: Plan, limits: Limits, outcome: Outcome, say: Say, clock: _Clo
     queue = _Queue(list(needed), specs)
     environment = child_environment(max(1, usable_cores() // limits.jobs))
     running: list[_Job] = []
-    gpus = visible_gpus() if plan.device == "cuda" else []
+    places = Places(limits.jobs, limits.places, visible_gpus() if plan.device == "cuda" else [])
     try:
         while queue or running:
-            while len(running) < limits.jobs and limits.left > 0 and queue.starts:
-                path = queue.starts.pop(0)
-                running.append(_starting(path, plan.starts[path], plan.device, _gpu(gpus, running), say))
-            while len(running) < limits.jobs and (spec := _next(queue.specs, running, plan, limits, outcome)):
-                queue.specs.remove(spec)
-                if (twin := adopt(spec)) is not None:
-                    say(f"{spec.name}: the same run as {twin.relative_to(plan.out.parent)}, taken over")
-                if not spec.done:
-                    running.append(_started(spec, environment, _gpu(gpus, running), say))
-            if limits.left <= 0 or not running:
+            waits = _begin_starts(plan, queue, running, places, limits, say)
+            waits |= _begin_runs(plan, queue, running, places, limits, outcome, environment, say)
+            if limits.left <= 0 or not (running or waits):
                 outcome.in_time = outcome.in_time and not (running or queue)
                 return
             time.sleep(POLL_SECONDS)
@@ -187,6 +190,7 @@ def _run_all(plan: Plan, limits: Limits, outcome: Outcome, say: Say, clock: _Clo
                     _tell_early(job, say)
                     continue
                 running.remove(job)
+                job.end(places)
                 if job.spec is None:
                     _start_ended(job, code, queue, outcome, say)
                 else:
@@ -194,26 +198,73 @@ def _run_all(plan: Plan, limits: Limits, outcome: Outcome, say: Say, clock: _Clo
     finally:
         end_children([job.child for job in running], GRACE_SECONDS)
         for job in running:
+            job.end(places)
             if job.spec is None:
                 say(f"{job.start.name}: stopped; the next call goes on from its last evaluation")
             else:
                 say(f"{job.spec.name}: stopped after {job.child.steps_done()} of {job.spec.steps} steps")
 
 
-def _gpu(gpus: list[str], running: Sequence[_Job]) -> str | None:
-    return least_busy(gpus, (job.child.gpu for job in running))
+def _begin_starts(plan: Plan, queue: _Queue, running: list[_Job], places: Places, limits: Limits, say: Say) -> bool:
+    """Begins warm starts as long as there are places. Returns whether another command holds what this one waits for."""
+    waits = False
+    for path in list(queue.starts):
+        if limits.left <= 0:
+            break
+        if (hold := places.hold(path.name)) is None:
+            waits = True
+        elif start_made(path):  # by another command, meanwhile
+            queue.starts.remove(path)
+            hold.release()
+        elif (place := places.take()) is None:
+            hold.release()
+            return True
+        else:
+            queue.starts.remove(path)
+            running.append(_starting(path, plan.starts[path], plan.device, place, hold, say))
+    return waits
 
 
-def _starting(path: Path, rung: RungConfig, device: str, gpu: str | None, say: Say) -> _Job:
+def _begin_runs(
+    plan: Plan,
+    queue: _Queue,
+    running: list[_Job],
+    places: Places,
+    limits: Limits,
+    outcome: Outcome,
+    environment: dict[str, str],
+    say: Say,
+) -> bool:
+    """Begins runs as long as there are places. Returns whether another command holds what this one waits for."""
+    elsewhere: set[str] = set()
+    while spec := _next(queue.specs, running, plan, limits, outcome, elsewhere):
+        if (hold := places.hold(f"run-{hashlib.sha256(spec.config.encode()).hexdigest()[:16]}")) is None:
+            elsewhere.add(spec.config)
+            continue
+        if (place := places.take()) is None:
+            hold.release()
+            return True
+        queue.specs.remove(spec)
+        if (twin := adopt(spec)) is not None:
+            say(f"{spec.name}: the same run as {twin.relative_to(plan.out.parent)}, taken over")
+        if spec.done:
+            places.release(place)
+            hold.release()
+        else:
+            running.append(_started(spec, environment, place, hold, say))
+    return bool(elsewhere)
+
+
+def _starting(path: Path, rung: RungConfig, device: str, place: Place, hold: Hold, say: Say) -> _Job:
     """Begins a warm start, or goes on with it."""
     ensure_dir(path.parent)
     recipe = path.with_name(f"{path.name}.json")
     write_json_atomic(recipe, resolved(rung.warmstart(device)))
     command = [*WARMSTART, str(recipe), str(path), "--resume"]
-    child = Child(path.name, command, path.parent, (), append=True, log_name=f"{path.name}.log", gpu=gpu)
+    child = Child(path.name, command, path.parent, (), append=True, log_name=f"{path.name}.log", gpu=place.gpu)
     say(f"{path.name}: making the warm start, see {child.log_path}")
     child.start(child_environment(rung.start.threads))
-    return _Job(child, None, path)
+    return _Job(child, None, path, place, hold)
 
 
 def _start_ended(job: _Job, code: int, queue: _Queue, outcome: Outcome, say: Say) -> None:
@@ -228,7 +279,12 @@ def _start_ended(job: _Job, code: int, queue: _Queue, outcome: Outcome, say: Say
 
 
 def _next(
-    waiting: Sequence[Spec], running: Sequence[_Job], plan: Plan, limits: Limits, outcome: Outcome
+    waiting: Sequence[Spec],
+    running: Sequence[_Job],
+    plan: Plan,
+    limits: Limits,
+    outcome: Outcome,
+    elsewhere: Collection[str],
 ) -> Spec | None:
     """The next run whose policy, where it takes another's, is there; None where none may start now."""
     if limits.left <= 0:
@@ -236,6 +292,8 @@ def _next(
     starting = {job.start for job in running if job.spec is None}
     busy = {job.spec.config for job in running if job.spec is not None and job.spec.trains}
     for spec in waiting:
+        if spec.config in elsewhere:
+            continue  # the same run is under way by another command, and will be taken over
         if spec.needs_start and spec.config in busy and not spec.run_dir.exists():
             continue  # the same run is under way, and will be taken over
         if spec.needs_start and (spec.start in starting or not start_made(spec.start)):
@@ -253,14 +311,14 @@ def _next(
     return None
 
 
-def _started(spec: Spec, environment: dict[str, str], gpu: str | None, say: Say) -> _Job:
+def _started(spec: Spec, environment: dict[str, str], place: Place, hold: Hold, say: Say) -> _Job:
     log = f"seed{spec.seed}.log"
-    child = Child(spec.name, spec.command(), spec.folder, (spec.seed,), append=True, log_name=log, gpu=gpu)
+    child = Child(spec.name, spec.command(), spec.folder, (spec.seed,), append=True, log_name=log, gpu=place.gpu)
     done = child.steps_done()
     what = "training" if not done else f"going on after step {done}"
     say(f"{spec.name}: {what if spec.trains and not spec.trained else 'evaluating'}")
     child.start(environment)
-    return _Job(child, spec, spec.start)
+    return _Job(child, spec, spec.start, place, hold)
 
 
 def _ended(spec: Spec, child: Child, code: int, outcome: Outcome, say: Say) -> None:
