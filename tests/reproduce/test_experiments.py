@@ -6,7 +6,7 @@ import torch
 from tracefp4.config import ConfigError
 from tracefp4.loop import RunConfig
 from tracefp4.methods import get_method
-from tracefp4.reproduce.experiments import EXPERIMENTS, Arm, chosen
+from tracefp4.reproduce.experiments import EXPERIMENTS, LADDER, Arm, chosen
 from tracefp4.reproduce.rung import FOLDER, TINY, load_rung
 from tracefp4.rollout.config import resolve
 from tracefp4.rollout.model import ModelShape
