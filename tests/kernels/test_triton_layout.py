@@ -142,7 +142,7 @@ def test_only_loops_that_wait_for_dots_of_registers_pass(steps: tuple[str, ...],
     if passes:
         require_settled(turning(*steps))
     else:
-        with pytest.raises(KernelError, match="128x64xf16.* run on"):
+        with pytest.raises(KernelError, match=r"128x64xf16.* run on"):
             require_settled(turning(*steps))
 
 
