@@ -46,8 +46,9 @@ from tracefp4.kernels.triton_math import use_dependent_launch
 SHARED_LIMIT = {80: 166912, 86: 101376, 87: 166912, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376}
 """Bytes of shared memory that one program may have, by compute capability (CUDA programming guide)."""
 HIDDEN, WIDTH, EXPERTS, TOP, HEADS, KV_HEADS, VOCAB, PAGE = 2048, 768, 128, 8, 32, 4, 151936, 64  # Qwen3-30B-A3B
-MIXTURES = ((HIDDEN, WIDTH, EXPERTS, TOP), (128, 128, 8, 2), (256, 128, 16, 4))
-"""(hidden, expert width, experts, experts a token) of Qwen3-30B-A3B, of the task ladder and of recipes/large.toml."""
+MIXTURES = ((HIDDEN, WIDTH, EXPERTS, TOP), (128, 128, 8, 2), (256, 128, 16, 4), (256, 256, 8, 2))
+"""(hidden, expert width, experts, experts a token) of Qwen3-30B-A3B, of the task ladder (width 128, last: 256) and of
+recipes/large.toml."""
 Case = tuple[str, Callable[[], Any]]
 
 

@@ -34,6 +34,14 @@ print(first, compile_kernels.main())
     assert done.stdout.endswith("0 1\n")
 
 
+def test_products_wait_for_dots_that_read_registers(tmp_path: Path) -> None:
+    """Two tiles of inputs: without `settled` the first one's last dot runs on while the second one is unpacked."""
+    done = run(str(SCRIPT), "--only", "W4A4 31 rows of 256, row-pow2, None", TRITON_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stdout
+    assert "products_fp4" in done.stdout
+    assert "num_warps=4" in done.stdout
+
+
 def test_refuses_what_it_cannot_compile_for() -> None:
     unknown = run(str(SCRIPT), "--target", "sm_42", TRITON_INTERPRET="1")
     assert unknown.returncode == 2

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tracefp4.kernels.errors import KernelError
-from tracefp4.kernels.triton_layout import Checked, require_pairs, require_reductions
+from tracefp4.kernels.triton_layout import Checked, require_pairs, require_reductions, require_settled
 
 LAYOUTS = """
 #blocked = #ttg.blocked<{sizePerThread = [1, 4], threadsPerWarp = [2, 16], warpsPerCTA = [1, 1], order = [1, 0]}>
@@ -111,6 +111,42 @@ def test_a_checked_kernel_is_looked_at_when_it_is_launched() -> None:
     assert launched == [((3,), (1, 2), {"axis": 0}), ((4,), (5,), {"axis": 1})]
 
 
+DOT = (
+    "      %N = ttng.warp_group_dot %a, %b, %c {inputPrecision = 0 : i32, isAsync = true} : FIRST * "
+    "!ttg.memdesc<64x16xf16, #shared, #smem, mutable> -> tensor<128x16xf32, #mma> loc(#loc)\n"
+)
+REGISTERS, SHARED = "tensor<128x64xf16, #first>", "!ttg.memdesc<128x64xf16, #shared, #smem, mutable>"
+WAIT = "      %w:2 = ttng.warp_group_dot_wait %N, %b {pendings = LEFT : i32} : tensor<128x16xf32, #mma> loc(#loc)\n"
+
+
+def turning(*steps: str) -> SimpleNamespace:
+    """A loop of dots ("registers", "shared") and waits for all but so many of them."""
+    named = {"registers": DOT.replace("FIRST", REGISTERS), "shared": DOT.replace("FIRST", SHARED)}
+    body = "".join(named.get(step) or WAIT.replace("LEFT", step) for step in steps)
+    after = WAIT.replace("LEFT", "0")
+    return _Kernel(asm={"ttgir": f"    %r = scf.for %i = %x to %y {{\n{body}      scf.yield %N : f32\n    }}\n{after}"})
+
+
+@pytest.mark.parametrize(
+    ("steps", "passes"),
+    [
+        (("registers", "0", "registers", "0"), True),
+        (("registers", "0", "registers"), False),  # what Triton 3.6 makes of the experts' products
+        (("registers", "registers", "0"), True),
+        (("registers", "7"), False),
+        (("shared", "1"), True),
+        (("registers", "0", "shared"), True),
+    ],
+)
+def test_only_loops_that_wait_for_dots_of_registers_pass(steps: tuple[str, ...], passes: bool) -> None:
+    if passes:
+        require_settled(turning(*steps))
+    else:
+        with pytest.raises(KernelError, match=r"128x64xf16.* run on"):
+            require_settled(turning(*steps))
+
+
 def test_the_interpreter_compiles_nothing() -> None:
     require_pairs(None)
     require_reductions(None)
+    require_settled(None)

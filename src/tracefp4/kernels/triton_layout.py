@@ -2,7 +2,9 @@
 
 PTX that takes two elements at a time means two certain ones; which two the compiler hands it follows from the layout
 that it chose, and Triton promises none. And Triton 3.6 sums over wrong lanes where a reduced axis is spread over lanes
-that are not neighbours (docs/LOG.md): it exchanges values over as many lanes in a row, whichever those are.
+that are not neighbours (docs/LOG.md): it exchanges values over as many lanes in a row, whichever those are. And it lets
+a dot of Hopper's tensor core, where its first operand is in registers, run on into a loop's next turn, which writes
+those registers anew (`triton_math.settled`).
 """
 
 from __future__ import annotations
@@ -30,6 +32,14 @@ _ROW_PAIRS = re.compile(
 )
 # One warp's results of a product, 16 x 8 at a time, rows of 8 x 8 as `movmatrix` has them.
 _RESULT = re.compile(r"#ttg\.nvidia_mma<\{versionMajor = 2, .*warpsPerCTA = \[1, 1\], instrShape = \[16, 8\]")
+
+# A dot of a warp group whose first operand is in registers, a wait for all dots, and where a turn of a loop ends.
+_DOTS = re.compile(
+    r" = ttng\.warp_group_dot %[^\n]*?\} : tensor<(?P<operand>[^ ,]*)"
+    r"| = ttng\.warp_group_dot_wait [^\n]*\{pendings = 0 : i32\}"
+    r"|^ *scf\.(?P<turn>yield)\b",
+    re.M,
+)
 
 
 @cache
@@ -69,6 +79,25 @@ def require_reductions(kernel: Any) -> None:
                     )
 
 
+@cache
+def require_settled(kernel: Any) -> None:
+    """Raises KernelError if a dot that reads registers may still read them in a loop's next turn; None (interpreter)
+    passes."""
+    if kernel is None:
+        return
+    running = ""
+    for found in _DOTS.finditer(kernel.asm["ttgir"]):
+        if found["operand"]:
+            running = found["operand"]
+        elif found["turn"] and running:
+            raise KernelError(
+                f"this version of Triton has a dot of registers ({running}) run on while the next turn of its loop "
+                "writes them; choose backend 'torch'"
+            )
+        elif not found["turn"]:
+            running = ""
+
+
 def _lanes(encoding: str, named: dict[str, str]) -> list[list[int]]:
     """How each bit of the lane moves along the dimensions, of a linear layout or a slice of one; [] of another layout,
     whose lanes along a dimension are neighbours."""
@@ -82,7 +111,8 @@ def _lanes(encoding: str, named: dict[str, str]) -> list[list[int]]:
 
 
 class Checked:
-    """Decorates a kernel that is launched: what was compiled for a launch is looked at by ``require_reductions``."""
+    """Decorates a kernel that is launched: what was compiled for a launch is looked at by ``require_reductions`` and
+    ``require_settled``."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
@@ -94,6 +124,7 @@ class Checked:
         def run(*operands: Any, **options: Any) -> Any:
             kernel = launch(*operands, **options)
             require_reductions(kernel)
+            require_settled(kernel)
             return kernel
 
         return run

@@ -66,6 +66,21 @@ def dot(a, b, acc):
 
 
 @triton.jit
+def settled(acc):
+    """acc, f32, unchanged; last in a turn of a loop whose dots take their first operand from registers.
+
+    Hopper's tensor core reads such registers while the program goes on. Triton 3.6 lets the last dot of a turn run on
+    into the next one, and the assembler it comes with (CUDA before 13.3) takes registers for free that the dot has yet
+    to read: the next turn's operand then lands in this turn's product, where the tensor core is late (docs/LOG.md).
+    An operation on the sum, though it does nothing, makes Triton wait for it here.
+    """
+    if INTERPRETED:
+        return acc
+    else:
+        return tl.inline_asm_elementwise("// $0", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def to_bf16(x):
     """f32 -> BF16, nearest even; NaN stays NaN. The interpreter's own cast is spelled out in integers."""
     if INTERPRETED:

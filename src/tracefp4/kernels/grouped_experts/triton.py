@@ -48,6 +48,7 @@ from tracefp4.kernels.triton_math import (
     from_bf16,
     multiplier,
     round_e2m1,
+    settled,
     to_bf16,
     unrounded_scale,
 )
@@ -245,7 +246,7 @@ def _add_tile(acc, words, scale_pairs, x0, x1, x2, x3, x4, x5, x6, x7, BO: tl.co
     acc = dot(w4, x4, acc)
     acc = dot(w5, x5, acc)
     acc = dot(w6, x6, acc)
-    return dot(w7, x7, acc)
+    return settled(dot(w7, x7, acc))
 
 
 @triton.jit

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from tracefp4.kernels.triton_layout import Checked
-from tracefp4.kernels.triton_math import dot, follow, from_bf16, to_bf16
+from tracefp4.kernels.triton_math import dot, follow, from_bf16, settled, to_bf16
 from tracefp4.kernels.triton_unpack import block_scales, spread_columns, unpack
 
 GROUP = tl.constexpr(8)
@@ -141,6 +141,9 @@ def _strip_fp4(
             acc, more = _add_part(acc, more, _two(w2, w3, BW), x_t + 32, m_t + 32, real, real_more, MORE)
             acc, more = _add_part(acc, more, _two(w4, w5, BW), x_t + 64, m_t + 64, real, real_more, MORE)
             acc, more = _add_part(acc, more, _two(w6, w7, BW), x_t + 96, m_t + 96, real, real_more, MORE)
+        acc = settled(acc)
+        if MORE > 0:
+            more = settled(more)
     _finish_fp4(acc, owed_R, out, owed_e, real, target, o, O, GATED, BO, R)
     if MORE > 0:
         _finish_fp4(more, owed_more, out, owed_e, real_more, target_more, o, O, GATED, BO, MORE)

@@ -1,0 +1,43 @@
+"""benchmarks/soak_experts.py on the CPU: equal calls, and one that differs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import load_script
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks/soak_experts.py"
+SMALL = ["--shape", "128,128,4,2", "--rows", "3,5", "--streams", "2", "--seconds", "0.01"]
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    return load_script(SCRIPT)
+
+
+def test_equal_calls_are_counted_and_pass(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert script.main(SMALL) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in out] == ["process 0, 3 rows", "process 0, 5 rows"]
+    assert all("0 differ, 0 rows at most" in line and " 0 calls" not in line for line in out)
+
+
+def test_a_changed_bit_is_counted_by_call_and_row(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = script.packed(4, 256, 128, "cpu"), script.packed(4, 128, 128, "cpu")
+    case = script.Case(5, weights, 2, seed=0)
+    case.call()
+    right, case.reference = case.reference, case.reference.clone()
+    case.reference[1:4, 0, 7] += 1
+    case.call()
+    case.reference = right
+    case.call()
+    assert (int(case.different), int(case.worst)) == (1, 3)
+    assert script.summary([case], "here,") == 1
+    assert "1 differ, 3 rows at most" in capsys.readouterr().out
+
+
+def test_processes_run_side_by_side(script: Any) -> None:
+    assert script.main([*SMALL, "--processes", "2"]) == 0
