@@ -51,6 +51,7 @@ HIDDEN, WIDTH, EXPERTS, TOP, HEADS, KV_HEADS, VOCAB, PAGE = 2048, 768, 128, 8, 3
 MIXTURES = ((HIDDEN, WIDTH, EXPERTS, TOP), (128, 128, 8, 2), (256, 128, 16, 4), (256, 256, 8, 2))
 """(hidden, expert width, experts, experts a token) of Qwen3-30B-A3B, of the task ladder (width 128, last: 256) and of
 recipes/large.toml."""
+DENSE = (1024, 3072, 1, 1)  # of Qwen3-0.6B, which counts as one expert
 Case = tuple[str, Callable[[], Any]]
 
 
@@ -189,11 +190,15 @@ def quantize_cases() -> Iterator[Case]:
 def compensation_cases() -> Iterator[Case]:
     """Rows of tokens, and rows of every choice, which are products of two halves; padding is marked by token."""
     facts = empty(FACTS, 3, dtype=torch.float64)
-    for (hidden, width, E, top), N in product(MIXTURES[1:], (16, 512, 2048)):
+    for hidden, width, E, top in (*MIXTURES[1:], DENSE):
+        N = 512
         real = empty(N, dtype=torch.bool)
         hidden_rows = empty(N * top, 2 * width, dtype=torch.float32)
         gate, up = hidden_rows[:, :width], hidden_rows[:, width:]
-        for rule, select, scale in product(("quads", "resq"), ("channels", "row", "2:4"), ("row", "row-pow2")):
+        for rule, (select, scale) in product(
+            ("quads", "resq"),
+            (("channels", "row"), ("channels", "row-pow2"), ("row", "row-pow2"), ("2:4", "row-pow2")),
+        ):
             for x, factor in ((empty(N, hidden), None), (gate, up)):
                 I = x.shape[1]
                 form = (facts, "nvfp4", scale, rule, select, I // 2)

@@ -42,22 +42,12 @@ class ResidualCompensation:
         x: what ``blocks`` was quantized from. real: bool [N], False for padding, which has no part in the norms; None
         where all rows are real.
         """
-        c, fmt = self.compensation, self.format
-        r_NI = x_NI.float() - fmt.dequantize(blocks)
-        if real_N is not None:
-            r_NI = torch.where(real_N[:, None], r_NI, 0.0)
-        if c.rule == "quads":
-            kept = self._quantize(torch.where(select(r_NI, c), r_NI, 0.0))
-            second_NI = fmt.dequantize(kept)
-        else:
-            whole = self._quantize(r_NI)
-            values_NI = fmt.dequantize(whole)
-            selected = select(values_NI, c)
-            codes = torch.where(selected, whole.unpacked_codes(), 0)
-            kept = QuantizedBlocks(fmt.pack(codes), whole.scales, whole.encode_scale, whole.format, whole.shape)
-            second_NI = torch.where(selected, values_NI, 0.0)
-        self._facts(x_NI.device)[0].add_(ref.facts(r_NI, second_NI))
-        return kept
+        fmt = self.format
+        second, selected, _ = self._second(x_NI, fmt.dequantize(blocks), real_N)
+        if selected is None:
+            return second
+        codes = torch.where(selected, second.unpacked_codes(), 0)
+        return QuantizedBlocks(fmt.pack(codes), second.scales, second.encode_scale, second.format, second.shape)
 
     def operand(
         self,
@@ -72,8 +62,35 @@ class ResidualCompensation:
         With power-of-two encode scales each summand is exact; the sum is rounded once to FP32, far below the rounding
         of the product's own accumulation.
         """
-        second = self.format.operands(self.residual(x_NI, blocks, real_N), dtype=torch.float32)
-        return ref.summed(operand_NI, epilogue_N1, *second), epilogue_N1
+        if epilogue_N1 is None:  # then operands are values
+            return operand_NI + self._second(x_NI, operand_NI, real_N)[2], None
+        second, selected, _ = self._second(x_NI, self.format.dequantize(blocks), real_N)
+        second_NI, second_epilogue = self.format.operands(second, dtype=torch.float32)
+        assert second_epilogue is not None
+        if selected is not None:
+            second_NI = torch.where(selected, second_NI, 0.0)
+        return operand_NI + second_NI * (second_epilogue / epilogue_N1), epilogue_N1
+
+    def _second(
+        self, x_NI: Tensor, values_NI: Tensor, real_N: Tensor | None
+    ) -> tuple[QuantizedBlocks, Tensor | None, Tensor]:
+        """(blocks, bool [N, I] of what is kept of them or None for all, values of that f32 [N, I]) of the second
+        product's operand. values: of x's blocks."""
+        c, fmt = self.compensation, self.format
+        r_NI = x_NI.float() - values_NI
+        if real_N is not None:
+            r_NI = torch.where(real_N[:, None], r_NI, 0.0)
+        selected = None
+        if c.rule == "quads":
+            second = self._quantize(torch.where(select(r_NI, c), r_NI, 0.0))
+            second_NI = fmt.dequantize(second)
+        else:
+            second = self._quantize(r_NI)
+            whole_NI = fmt.dequantize(second)
+            selected = select(whole_NI, c)
+            second_NI = torch.where(selected, whole_NI, 0.0)
+        self._facts(x_NI.device)[0].add_(ref.facts(r_NI, second_NI))
+        return second, selected, second_NI
 
     @property
     def fused(self) -> bool:

@@ -40,13 +40,6 @@ def select(r_NI: Tensor, selection: str, kept: int) -> Tensor:
     return torch.zeros_like(norms, dtype=torch.bool).scatter(-1, order, True).expand(r_NI.shape)
 
 
-def summed(operand: Tensor, epilogue: Tensor | None, second: Tensor, second_epilogue: Tensor | None) -> Tensor:
-    """f32 [N, I]: the two operands in units of the first one's epilogue, rounded once."""
-    if epilogue is None or second_epilogue is None:
-        return operand + second
-    return operand + second * (second_epilogue / epilogue)
-
-
 def facts(r_NI: Tensor, second_NI: Tensor) -> Tensor:
     """f64 [3]: sums of squares of a residual, of its values that are given back, and of what is left of it."""
     parts = torch.stack([r_NI, r_NI * (second_NI != 0), r_NI - second_NI])

@@ -30,6 +30,7 @@ from tracefp4.kernels.triton_math import (
 )
 
 FACTS = 1024  # as tracefp4.kernels.compensation.FACTS
+assert LANES == 256  # which `_select_columns` adds up
 
 
 @triton.jit
@@ -133,23 +134,28 @@ def _thirty_two(p, real, STEP: tl.constexpr):
     return (a + b) + (c + d)
 
 
-@triton.jit
-def _hundred_twenty_eight(p, real, STEP: tl.constexpr):
-    a, b = _thirty_two(p, real, STEP), _thirty_two(p + 32 * STEP, real, STEP)
-    c, d = _thirty_two(p + 64 * STEP, real, STEP), _thirty_two(p + 96 * STEP, real, STEP)
-    return (a + b) + (c + d)
-
-
 @Checked
 @triton.jit
 def _select_columns(
     partial, selected, I: tl.constexpr, BLOCK: tl.constexpr, LOG: tl.constexpr, KEPT: tl.constexpr, PDL: tl.constexpr
 ):
-    """selected uint8 [I]: 1 for the KEPT columns of the largest norms. One program."""
+    """selected uint8 [I]: 1 for the KEPT columns of the largest norms, from partial f32 [256, I]. One program."""
     follow(PDL)
     i = tl.arange(0, BLOCK)
     p = partial + i
-    norms = _hundred_twenty_eight(p, i < I, I) + _hundred_twenty_eight(p + 128 * I, i < I, I)
+    one = tl.zeros([BLOCK], tl.float32)
+    two, four, norms = one, one, one
+    for part in range(8):  # still a tree of neighbours: of eight parts, in a loop, which compiles faster
+        v = _thirty_two(p + part * (32 * I), i < I, I)
+        pair = one + v
+        half = two + pair
+        norms = four + half
+        if part % 2 == 0:
+            one = v
+        if part % 4 == 1:
+            two = pair
+        if part == 3:
+            four = half
     tl.store(selected + i, _largest(norms, i, I, KEPT, LOG).to(tl.uint8), mask=i < I)
 
 
@@ -251,7 +257,7 @@ def compensated_rows(
         block = triton.next_power_of_2(I)
         _select_columns[(1,)](
             partial, selected, I=I, BLOCK=block, LOG=block.bit_length() - 1, KEPT=kept,
-            num_warps=min(8, max(1, block // 32)), **IEEE, **following(),
+            num_warps=min(16, max(1, block // 32)), **IEEE, **following(),
         )  # fmt: skip
     _compensate[(min(N, FACTS),)](
         x_NI, up_NI, real, selected, out, epilogue, facts, *rows, LOG=(16 * blocks).bit_length() - 1,
