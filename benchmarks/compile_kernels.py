@@ -31,6 +31,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from tracefp4.kernels.compensation import FACTS
+from tracefp4.kernels.compensation import triton as compensation
 from tracefp4.kernels.decoder_ops import triton as decoder_ops
 from tracefp4.kernels.grouped_experts import PackedExperts
 from tracefp4.kernels.grouped_experts import triton as grouped_experts
@@ -49,6 +51,7 @@ HIDDEN, WIDTH, EXPERTS, TOP, HEADS, KV_HEADS, VOCAB, PAGE = 2048, 768, 128, 8, 3
 MIXTURES = ((HIDDEN, WIDTH, EXPERTS, TOP), (128, 128, 8, 2), (256, 128, 16, 4), (256, 256, 8, 2))
 """(hidden, expert width, experts, experts a token) of Qwen3-30B-A3B, of the task ladder (width 128, last: 256) and of
 recipes/large.toml."""
+DENSE = (1024, 3072, 1, 1)  # of Qwen3-0.6B, which counts as one expert
 Case = tuple[str, Callable[[], Any]]
 
 
@@ -184,6 +187,30 @@ def quantize_cases() -> Iterator[Case]:
                 yield f"write K and V D={D}, {N} rows, {bits} bits", run
 
 
+def compensation_cases() -> Iterator[Case]:
+    """Rows of tokens, and rows of every choice, which are products of two halves; padding is marked by token."""
+    facts = empty(FACTS, 3, dtype=torch.float64)
+    for hidden, width, E, top in (*MIXTURES[1:], DENSE):
+        N = 512
+        real = empty(N, dtype=torch.bool)
+        hidden_rows = empty(N * top, 2 * width, dtype=torch.float32)
+        gate, up = hidden_rows[:, :width], hidden_rows[:, width:]
+        for rule, (select, scale) in product(
+            ("quads", "resq"),
+            (("channels", "row"), ("channels", "row-pow2"), ("row", "row-pow2"), ("2:4", "row-pow2")),
+        ):
+            for x, factor in ((empty(N, hidden), None), (gate, up)):
+                I = x.shape[1]
+                form = (facts, "nvfp4", scale, rule, select, I // 2)
+                run = partial(compensation.compensated_rows, x, factor, real, *form)
+                yield f"compensate {len(x)} rows of {I}, {rule} {select} {scale}", run
+        chosen, of_experts = empty(N * top, dtype=torch.int64), empty(E, dtype=torch.float32)
+        for rows, O in ((N, 2 * width), (N * top, hidden)):
+            y, of_rows = empty(E, rows, O, dtype=torch.float32), empty(rows, 1, dtype=torch.float32)
+            run = partial(compensation.chosen_outputs, y, chosen, N * top // rows, of_experts, of_rows, rows == N)
+            yield f"compensate: chosen {N * top} of {rows} rows of {O}", run
+
+
 def training_cases() -> Iterator[Case]:
     for N, K, bits in product((499, 4096), (HIDDEN, 256, 128), (None, 1.125, 4.5)):
         code_planes, scale_planes = (0, 0) if bits is None else planes("nvfp4", bits)
@@ -245,7 +272,7 @@ def main() -> int:
     print(f"Triton {triton.__version__}, {args.target}, {compiled.limit} bytes of shared memory")
     for dependent in (False, True):
         use_dependent_launch(dependent)
-        for cases in (expert_cases, attention_cases, quantize_cases, training_cases, decoder_cases):
+        for cases in (expert_cases, attention_cases, quantize_cases, compensation_cases, training_cases, decoder_cases):
             for name, run in cases():
                 if args.only not in name:
                     continue

@@ -57,8 +57,9 @@ LAUNCHES = {
     "add_norm": 1, "norm_rotate": 1, "choose_experts": 1, "write_dense": 1, "read_rows": 1, "write_kv": 1,
     "quantize_record": 1, "paged_decode": 2, "_causal": 1, "routed_experts": 6, "draw_tokens": 3,
     "fake_quantize_rows": 1, "guided_round_rows": 1, "group_amax": 1, "fake_quantize_groups": 1, "decode step": 1,
+    "compensated_rows": 3, "chosen_outputs": 1,
 }  # fmt: skip
-"""Launches of one call; of routed experts in FP4 (4 in BF16)."""
+"""Launches of one call; of routed experts in FP4 (4 in BF16), of compensated rows where columns are selected."""
 
 
 class Counts(TorchDispatchMode):
@@ -155,6 +156,14 @@ STAND_INS: dict[str, dict[str, Callable[..., Any]]] = {
         "routed_experts": _routed,
         "paged_decode": lambda q, *_, **__: q.clone(),
         "_causal": lambda q, *_, **__: q.clone(),
+    },
+    "tracefp4.rollout.compensation": {
+        "compensated_rows": lambda x, *_, **__: (x.float(), torch.ones(len(x), 1)),
+    },
+    "tracefp4.rollout.emulated": {
+        "chosen_outputs": lambda y, chosen, _, __, dtype, widened=False, **___: torch.zeros(
+            chosen.numel(), y.shape[2], dtype=torch.float32 if widened else dtype
+        ),
     },
     "tracefp4.rollout.paged_pool": {
         "write_dense": lambda *_, **__: None,

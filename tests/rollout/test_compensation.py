@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernel_case
 from tiny import make_engine, tiny_config, tiny_dense_config, tiny_recipe, tiny_requests
@@ -240,6 +241,60 @@ def test_the_kernels_quantize_residuals_to_the_same_bits(rule: str, scale: str) 
     for name in ("codes", "scales", "encode_scale"):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
     assert kernel.metrics() == plain.metrics() != {}
+
+
+class Operations(TorchDispatchMode):
+    """Names of operations that are no views: nearly each is a launch on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and "empty" not in str(func):
+            self.names.append(str(func).rpartition(".")[0].removeprefix("aten."))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("selection", ["channels", "row", "2:4"])
+@pytest.mark.parametrize("rule", ["quads", "resq"])
+def test_a_layer_over_the_kernels_is_that_of_torch(rule: str, selection: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, padding included; beside the kernels are two matrix products, and silu."""
+    made = kernel_case.engine("quads", "references").model
+    g = torch.Generator().manual_seed(3)
+    h, real = torch.randn(6, 128, generator=g).bfloat16().to(DEVICE), torch.arange(6, device=DEVICE) < 5
+    gates, chosen = (t.to(DEVICE) for t in made._choose(1, made._layers[1], h.cpu()))  # type: ignore[attr-defined]
+    layer, recipe = made._layers[1], recipe_of(rule, selection)
+    matrices = [
+        ExpertMatrices(w.operand_EOI.to(DEVICE), None if w.epilogue_E is None else w.epilogue_E.to(DEVICE))
+        for w in (layer.gate_up, layer.down)
+        if isinstance(w, ExpertMatrices)
+    ]
+    blocks = get_format("nvfp4").quantize(h, encode_scale="row-pow2")
+    results, calls = [], []
+    for backend in ("torch", "triton"):
+        compensation = ResidualCompensation.of(recipe, backend)
+        given = None if backend == "triton" else blocks
+        results.append(emulated_experts(h, given, chosen, gates, *matrices, recipe, compensation, real, backend))
+    assert torch.equal(*results)
+    outputs = emulated_experts(h, None, chosen, gates, *matrices, recipe, compensation, real, backend, summed=False)
+    assert outputs.shape == (6, 2, 128)
+    assert torch.equal((outputs.float() * gates[..., None]).sum(1).bfloat16(), results[0])
+
+    def compensated(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        calls.append("compensated_rows")
+        return x.new_empty(x.shape, dtype=torch.float32), x.new_empty(len(x), 1, dtype=torch.float32)
+
+    def taken(y: Tensor, chosen: Tensor, *_: Any, **__: Any) -> Tensor:
+        calls.append("chosen_outputs")
+        return y.new_empty(chosen.numel(), y.shape[2])
+
+    monkeypatch.setattr("tracefp4.rollout.compensation.compensated_rows", compensated)
+    monkeypatch.setattr("tracefp4.rollout.emulated.chosen_outputs", taken)
+    with Operations() as operations:
+        emulated_experts(h, None, chosen, gates, *matrices, recipe, compensation, real, "triton", summed=False)
+    assert operations.names == ["bmm", "silu", "bmm"]
+    assert calls == ["compensated_rows", "chosen_outputs"] * 2
 
 
 @pytest.mark.parametrize("method", ["quads", "resq"])

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from tracefp4.formats import QuantizedBlocks, get_format
-from tracefp4.kernels.quantize_record import quantize_record
+from tracefp4.kernels.compensation import FACTS, compensated_rows, ref
+from tracefp4.kernels.quantize_record import TRITON_FORMATS, quantize_record
 from tracefp4.recipe import Compensation, QuantRecipe
 
 
 class ResidualCompensation:
     """The second operand of a quantized expert product, and sums of what it gives back.
 
-    backend: of quantizing, "torch" or "triton"; the bits are the same.
+    backend: "torch" or "triton"; the bits of operands are the same, those of the sums (FP64) are not.
     """
 
     def __init__(self, recipe: QuantRecipe, compensation: Compensation, backend: str = "torch") -> None:
@@ -41,18 +42,12 @@ class ResidualCompensation:
         x: what ``blocks`` was quantized from. real: bool [N], False for padding, which has no part in the norms; None
         where all rows are real.
         """
-        c, fmt = self.compensation, self.format
-        r_NI = x_NI.float() - fmt.dequantize(blocks)
-        if real_N is not None:
-            r_NI = torch.where(real_N[:, None], r_NI, 0.0)
-        if c.rule == "quads":
-            kept = self._quantize(torch.where(select(r_NI, c), r_NI, 0.0))
-        else:
-            whole = self._quantize(r_NI)
-            codes = torch.where(select(fmt.dequantize(whole), c), whole.unpacked_codes(), 0)
-            kept = QuantizedBlocks(fmt.pack(codes), whole.scales, whole.encode_scale, whole.format, whole.shape)
-        self._count(r_NI, fmt.dequantize(kept))
-        return kept
+        fmt = self.format
+        second, selected, _ = self._second(x_NI, fmt.dequantize(blocks), real_N)
+        if selected is None:
+            return second
+        codes = torch.where(selected, second.unpacked_codes(), 0)
+        return QuantizedBlocks(fmt.pack(codes), second.scales, second.encode_scale, second.format, second.shape)
 
     def operand(
         self,
@@ -67,17 +62,59 @@ class ResidualCompensation:
         With power-of-two encode scales each summand is exact; the sum is rounded once to FP32, far below the rounding
         of the product's own accumulation.
         """
-        second_NI, second_epilogue = self.format.operands(self.residual(x_NI, blocks, real_N), dtype=torch.float32)
-        if epilogue_N1 is None or second_epilogue is None:
-            return operand_NI + second_NI, epilogue_N1
+        if epilogue_N1 is None:  # then operands are values
+            return operand_NI + self._second(x_NI, operand_NI, real_N)[2], None
+        second, selected, _ = self._second(x_NI, self.format.dequantize(blocks), real_N)
+        second_NI, second_epilogue = self.format.operands(second, dtype=torch.float32)
+        assert second_epilogue is not None
+        if selected is not None:
+            second_NI = torch.where(selected, second_NI, 0.0)
         return operand_NI + second_NI * (second_epilogue / epilogue_N1), epilogue_N1
+
+    def _second(
+        self, x_NI: Tensor, values_NI: Tensor, real_N: Tensor | None
+    ) -> tuple[QuantizedBlocks, Tensor | None, Tensor]:
+        """(blocks, bool [N, I] of what is kept of them or None for all, values of that f32 [N, I]) of the second
+        product's operand. values: of x's blocks."""
+        c, fmt = self.compensation, self.format
+        r_NI = x_NI.float() - values_NI
+        if real_N is not None:
+            r_NI = torch.where(real_N[:, None], r_NI, 0.0)
+        selected = None
+        if c.rule == "quads":
+            second = self._quantize(torch.where(select(r_NI, c), r_NI, 0.0))
+            second_NI = fmt.dequantize(second)
+        else:
+            second = self._quantize(r_NI)
+            whole_NI = fmt.dequantize(second)
+            selected = select(whole_NI, c)
+            second_NI = torch.where(selected, whole_NI, 0.0)
+        self._facts(x_NI.device)[0].add_(ref.facts(r_NI, second_NI))
+        return second, selected, second_NI
+
+    @property
+    def fused(self) -> bool:
+        """Whether kernels compute operands from the activations themselves: ``rows``."""
+        return self.backend == "triton" and self.format.name in TRITON_FORMATS
+
+    def rows(self, x_NI: Tensor, up_NI: Tensor | None = None, real_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """``operand`` of rows that nothing has quantized yet, by kernels, where ``fused``; the same bits.
+
+        up, real: as `tracefp4.kernels.compensation.compensated_rows` takes them.
+        """
+        c, scale = self.compensation, self.encode_scale
+        assert isinstance(scale, str)
+        return compensated_rows(
+            x_NI, up_NI, real_N, self._facts(x_NI.device), format=self.format.name, encode_scale=scale,
+            rule=c.rule, selection=c.select, kept=_kept(c, x_NI.shape[1]),
+        )  # fmt: skip
 
     def metrics(self) -> dict[str, float]:
         """Since the last call: the share of ||R||^2 on values that are given back, and what is left of it,
         ||R - second||^2 / ||R||^2. Empty where nothing was computed."""
         if self._sums is None:
             return {}
-        residual, kept, left = self._sums.tolist()
+        residual, kept, left = self._sums.sum(0).tolist()
         self._sums.zero_()
         if not residual:
             return {}
@@ -86,21 +123,18 @@ class ResidualCompensation:
     def _quantize(self, r_NI: Tensor) -> QuantizedBlocks:
         return quantize_record(r_NI, self.format.name, self.encode_scale, backend=self.backend)
 
-    def _count(self, r_NI: Tensor, second_NI: Tensor) -> None:
-        """Adds on the device, into memory that a captured graph can add to: nothing is read back before ``metrics``."""
-        sums = torch.stack([r_NI, r_NI * (second_NI != 0), r_NI - second_NI]).square().sum((1, 2)).double()
+    def _facts(self, device: torch.device) -> Tensor:
+        """f64 [FACTS, 3] on the device, to be added up: memory that stays, so that a captured graph can add to it.
+        Nothing is read back before ``metrics``."""
         if self._sums is None:
-            self._sums = torch.zeros_like(sums)
-        self._sums += sums
+            self._sums = torch.zeros(FACTS, 3, dtype=torch.float64, device=device)
+        return self._sums
+
+
+def _kept(compensation: Compensation, I: int) -> int:
+    return max(1, round(compensation.share * I))
 
 
 def select(r_NI: Tensor, compensation: Compensation) -> Tensor:
     """bool [N, I]: the channels that are kept, the first of equal ones."""
-    N, I = r_NI.shape
-    if compensation.select == "2:4":
-        of_four = r_NI.abs().unflatten(-1, (-1, 4))
-        order = of_four.argsort(dim=-1, descending=True, stable=True)[..., :2]
-        return torch.zeros_like(of_four, dtype=torch.bool).scatter(-1, order, True).flatten(-2)
-    norms = r_NI.square() if compensation.select == "row" else r_NI.square().sum(0, keepdim=True)
-    order = norms.argsort(dim=-1, descending=True, stable=True)[:, : max(1, round(compensation.share * I))]
-    return torch.zeros_like(norms, dtype=torch.bool).scatter(-1, order, True).expand(N, I)
+    return ref.select(r_NI, compensation.select, _kept(compensation, r_NI.shape[1]))

@@ -6,11 +6,14 @@ Legend: N rows of a step, K experts per token, I inputs, O outputs, E experts.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from tracefp4.formats import QuantizedBlocks, get_format
 from tracefp4.guidance import pack_rows
+from tracefp4.kernels.compensation import chosen_outputs
 from tracefp4.kernels.grouped_experts import ExpertMatrices
 from tracefp4.kernels.quantize_record import TRITON_FORMATS, RecordTarget, quantize_record
 from tracefp4.kernels.quantize_record.ref import NVFP4_PLANES
@@ -52,44 +55,54 @@ def emulated_experts(
     compensation: ResidualCompensation | None,
     real_N: Tensor,
     backend: str = "torch",
+    summed: bool = True,
 ) -> Tensor:
     """A mixture's MLP over emulated FP4 values, [N, I] in x's dtype.
 
     Every expert multiplies every row, in FP32, and the chosen ones are taken: a multiple of the work, which pays for
-    few and small experts. Rounded where the torch path of the engine rounds. blocks: x, quantized, or None where
-    activations are not. real: bool [N], False for padding, see ``ResidualCompensation.residual``. backend: of
-    quantizing, "torch" or "triton".
+    few and small experts. Rounded where the torch path of the engine rounds. blocks: x, quantized, or None where it
+    is not yet, or is not to be. real: bool [N], False for padding, see ``ResidualCompensation.residual``. backend: of
+    all but the matrix products and silu, "torch" or "triton". summed: False leaves the weighted sum out, and gates
+    unused: [N, K, I], each expert's output.
     """
     N, K = chosen_NK.shape
-    chosen_M, pairs = chosen_NK.reshape(-1), torch.arange(N * K, device=x_NI.device)
-    operand, epilogue = _operand(x_NI, blocks, compensation, real_N)
-    both = _products(operand, gate_up)[chosen_M, pairs // K]
-    if epilogue is not None:
-        both = both * epilogue.expand(N, 1).repeat_interleave(K, 0)
-    gate, up = both.to(x_NI.dtype).float().chunk(2, dim=-1)
-    hidden = (torch.nn.functional.silu(gate) * up).to(x_NI.dtype)
-    second = None
-    if recipe.activations is not None:
-        second = quantize_record(hidden, recipe.activations, recipe.site_encode_scale("expert_input"), backend=backend)
-    operand, epilogue = _operand(hidden, second, compensation, real_N.repeat_interleave(K))
-    out = _products(operand, down)[chosen_M, pairs]
-    out = (out if epilogue is None else out * epilogue).to(x_NI.dtype)
-    return (out.view(N, K, -1).float() * gates_NK[..., None]).sum(1).to(x_NI.dtype)
+    chosen_NK = chosen_NK.contiguous()
+    given = recipe, compensation, real_N, backend
+    operand, factor = _operand(x_NI, None, blocks, x_NI.dtype, *given)
+    y, taken = _products(operand, gate_up), partial(chosen_outputs, dtype=x_NI.dtype, backend=backend)
+    gate, up = taken(y, chosen_NK, gate_up.epilogue_E, factor, widened=True).chunk(2, dim=-1)
+    operand, factor = _operand(torch.nn.functional.silu(gate), up, None, x_NI.dtype, *given)
+    out = taken(_products(operand, down), chosen_NK, down.epilogue_E, factor).view(N, K, -1)
+    return (out.float() * gates_NK[..., None]).sum(1).to(x_NI.dtype) if summed else out
 
 
 def _operand(
-    x_NI: Tensor, blocks: QuantizedBlocks | None, compensation: ResidualCompensation | None, real_N: Tensor
+    x_MI: Tensor,
+    up_MI: Tensor | None,
+    blocks: QuantizedBlocks | None,
+    dtype: torch.dtype,
+    recipe: QuantRecipe,
+    compensation: ResidualCompensation | None,
+    real_N: Tensor,
+    backend: str,
 ) -> tuple[Tensor, Tensor | None]:
-    """(FP32 operand, epilogue) of a product."""
+    """(FP32 operand, epilogue) of a product. up: x is to be multiplied by it and rounded to dtype first."""
+    if compensation is not None and compensation.fused and dtype == torch.bfloat16:
+        return compensation.rows(x_MI, up_MI, real_N)
+    if up_MI is not None:
+        x_MI = (x_MI * up_MI).to(dtype)
+    if recipe.activations is None:
+        return x_MI.float(), None
     if blocks is None:
-        return x_NI.float(), None
-    operand, epilogue = get_format(blocks.format).operands(blocks, dtype=torch.float32)
-    if compensation is not None:
-        return compensation.operand(x_NI, blocks, operand, epilogue, real_N)
-    return operand, epilogue
+        scale = recipe.site_encode_scale("expert_input")
+        blocks = quantize_record(x_MI, recipe.activations, scale, backend=backend)
+    operand, factor = get_format(blocks.format).operands(blocks, dtype=torch.float32)
+    if compensation is None:
+        return operand, factor
+    return compensation.operand(x_MI, blocks, operand, factor, real_N.repeat_interleave(len(x_MI) // len(real_N)))
 
 
 def _products(operand_NI: Tensor, weights: ExpertMatrices) -> Tensor:
-    """f32 [E, N, O]: every row by every expert."""
-    y = torch.matmul(operand_NI, weights.operand_EOI.transpose(1, 2))
-    return y if weights.epilogue_E is None else y * weights.epilogue_E[:, None, None]
+    """f32 [E, N, O]: every row by every expert, without the experts' epilogues; the rows are not copied E times."""
+    w_EIO = weights.operand_EOI.transpose(1, 2)
+    return torch.bmm(operand_NI.expand(len(w_EIO), *operand_NI.shape), w_EIO)

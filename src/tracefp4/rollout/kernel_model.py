@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 
 import torch
@@ -80,6 +81,11 @@ class KernelStep:
     lengths: Tensor | None = None
     contexts: tuple[Context, ...] | None = None
     last_rows: Tensor | None = None
+
+    @cached_property
+    def real(self) -> Tensor:
+        """bool [N]: False for padding. A step that is captured is made in its graph, and so is this."""
+        return self.positions >= 0
 
     def targets(self, site: str, layer: int) -> list[RecordTarget]:
         found = [r.recorder.target(site, layer, r.rows) for r in self.recordings]
@@ -226,10 +232,14 @@ class KernelModel(RolloutModel):
         if emulates_experts(r):
             assert isinstance(layer.gate_up, ExpertMatrices)
             assert isinstance(layer.down, ExpertMatrices)
-            blocks = None if r.activations is None else self._quantized_input(h_NH, targets)
-            matrices, real = (layer.gate_up, layer.down), step.positions >= 0
-            c, backend = self.compensation, self.backend
-            return emulated_experts(h_NH, blocks, chosen, gates, *matrices, r, c, real, backend), None
+            # Compensated rows are quantized again by their own kernel: here only for a record.
+            wanted = r.activations is not None and bool(targets)
+            blocks = self._quantized_input(h_NH, targets) if wanted else None
+            y = emulated_experts(
+                h_NH, blocks, chosen, gates, layer.gate_up, layer.down, r, self.compensation, step.real, self.backend,
+                summed=False,
+            )  # fmt: skip
+            return y, gates
         fused = r.activations is not None and bool(targets) and fuses_record(r.activations, targets[0].bits)
         x: Tensor | QuantizedBlocks = h_NH
         if others := targets[fused:]:  # the same slots, in other widths

@@ -38,7 +38,7 @@ def _gather_bits(values, NB: tl.constexpr, PER: tl.constexpr, WIDTH: tl.constexp
 
 
 @triton.jit
-def _round_row(x, s, amax, EXACT: tl.constexpr):
+def round_row(x, s, amax, EXACT: tl.constexpr):
     """(codes int32 [NB, 16], scale bytes int32 [NB]) of f32 x at encode scale s [1]."""
     byte = encode_e4m3(unrounded_scale(amax, s, EXACT))
     return encode_e2m1(x * multiplier(byte, s, EXACT)[:, None]), byte
@@ -81,7 +81,7 @@ def _quantize_rows(
     else:
         s = encode_scale_of(tl.max(amax, axis=0, keep_dims=True), ENCODE_MAX, POW2)
         tl.store(encode_out + row + tl.arange(0, 1), s)
-    codes, byte = _round_row(values, s, amax, EXACT)
+    codes, byte = round_row(values, s, amax, EXACT)
     w = b[:, None] * 2 + tl.arange(0, 2)[None, :]
     tl.store(codes_out + row * (K // 8) + w, _gather_bits(codes, NB, 8, 4), mask=w < K // 8)
     tl.store(scales_out + row * (K // 16) + b, byte.to(tl.uint8), mask=b < K // 16)
@@ -124,7 +124,7 @@ def _write_kv(
     values = load_f32(source + start + i, i < K)
     static = tl.where(is_v, v_static, k_static)
     s = tl.full([1], 0.0, tl.float32) + static
-    codes, byte = _round_row(values, s, block_amax(values), EXACT)
+    codes, byte = round_row(values, s, block_amax(values), EXACT)
     slot = tl.load(slots + row)
     if slot >= 0:
         page, place = slot // PAGE, slot % PAGE
@@ -149,7 +149,7 @@ def _write_kv(
             store_record(payload, codes, byte, K, NB, CODE_PLANES, SCALE_PLANES)
 
 
-def _blocks(K: int, N: int) -> tuple[int, int]:
+def row_blocks(K: int, N: int) -> tuple[int, int]:
     """(NB, warps) of a row: fewer warps spend fewer instructions, more of them finish a lone row sooner."""
     blocks = max(8, triton.next_power_of_2(K // 16))
     return blocks, min(8, max(1, blocks // (64 if N >= 1024 else 32)))
@@ -171,7 +171,7 @@ def quantize_record(
         S = encode_scale.to(device, torch.float32)
     else:
         S = torch.full((), encode_scale, dtype=torch.float32, device=device)  # no copy from the host
-    blocks, warps = _blocks(K, N)
+    blocks, warps = row_blocks(K, N)
     code_planes, scale_planes = (0, 0) if target is None else planes(format, target.bits)
     record_scale = None if target is None else target.encode_scale
     if N:
@@ -201,7 +201,7 @@ def write_kv(
     N, G, D = k_NGD.shape
     if N == 0:
         return
-    blocks, warps = _blocks(G * D, N)
+    blocks, warps = row_blocks(G * D, N)
     kt, vt = targets or (None, None)
     code_planes, scale_planes = (0, 0) if kt is None else planes(format, kt.bits)
     _write_kv[(N, 2)](
