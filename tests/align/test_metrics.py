@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tracefp4.align.metrics import importance_metrics, mismatch_metrics
+from tracefp4.align.metrics import extreme_by_response, importance_metrics, mismatch_metrics
 
 
 def test_mismatch_values_and_aliases() -> None:
@@ -81,3 +81,19 @@ def test_ess_of_equal_and_of_degenerate_weights() -> None:
     assert importance_metrics(torch.full((7,), 0.3), 5.0)["tis/ess_untruncated"] == pytest.approx(1, rel=1e-12)
     one_rules = torch.tensor([50.0] + [0.0] * 9)
     assert importance_metrics(one_rules, 5.0)["tis/ess_untruncated"] == pytest.approx(0.1, rel=1e-6)
+
+
+def test_where_extreme_tokens_are() -> None:
+    """Three in one response, or one in each of three; a token just below 2x is none."""
+    rollout = torch.zeros(9)
+    one = torch.tensor([0, 3.0, -2, 9, 0, 0, 0, 0, 0.693])
+    facts = extreme_by_response(one, rollout, [1, 3, 0, 2, 3])
+    assert facts == {"mismatch/extreme_response_frac": 1 / 5, "mismatch/extreme_tokens_max": 3}
+    each = torch.tensor([-1.0, 0, 0, 1, 0, 0, 0, 0, 1])
+    assert extreme_by_response(each, rollout, [1, 3, 2, 3]) == {
+        "mismatch/extreme_response_frac": 3 / 4,
+        "mismatch/extreme_tokens_max": 1,
+    }
+    assert extreme_by_response(rollout[:0], rollout[:0], [0, 0]) == {}
+    with pytest.raises(ValueError, match="9 log-probs of responses with 8 tokens"):
+        extreme_by_response(one, rollout, [8])

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from tracefp4.device import to_device
 
 
 def mismatch_metrics(train_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, float]:
@@ -41,6 +45,24 @@ def mismatch_metrics(train_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[s
         "train_rollout_logprob_abs_diff": mean,
         "token_mult_prob_error": mult,
     }
+
+
+def extreme_by_response(train_logprobs: Tensor, rollout_logprobs: Tensor, tokens: Sequence[int]) -> dict[str, float]:
+    """Where tokens off by more than 2x are: the share of responses that hold one, and the most that one holds.
+
+    log-probs f32 [n], response by response; tokens: of each response, n in all. Many in one response are a fault of
+    that response, one in each of many a fault of a step. Raises ValueError where the tokens are not n.
+    """
+    if train_logprobs.numel() != sum(tokens):
+        raise ValueError(f"{train_logprobs.numel()} log-probs of responses with {sum(tokens)} tokens")
+    if not sum(tokens):
+        return {}
+    ends = torch.tensor(tokens).cumsum(0)
+    extreme = (train_logprobs.double() - rollout_logprobs.double()).abs() > math.log(2.0)
+    before = F.pad(extreme.cumsum(0), (1, 0))
+    each = before.index_select(0, to_device(F.pad(ends, (1, 0)), extreme.device)).diff()
+    share, most = torch.stack([(each > 0).double().mean(), each.max().double()]).tolist()
+    return {"mismatch/extreme_response_frac": share, "mismatch/extreme_tokens_max": most}
 
 
 def importance_metrics(log_weight: Tensor, cap: float) -> dict[str, float]:

@@ -86,6 +86,7 @@ SECTIONS = (
             Plot("mismatch/logprob_abs_diff_max", "|log-prob difference|, largest", "nats, log axis", log=True),
             Plot("mismatch/kl_k3", "KL(rollout || trainer), k3", "nats, log axis", log=True),
             Plot("mismatch/extreme_token_frac", "Tokens off by more than 2x", "share of tokens"),
+            Plot("mismatch/extreme_tokens_max", "The most of them in one response", "tokens"),
             Plot("tis/clip_frac", "Importance weights over the cap", "share of tokens"),
             Plot("tis/max_untruncated", "Largest importance weight", "before the cap, log axis", log=True),
             Plot("tis/ess_untruncated", "Effective sample size", "share, before the cap", zero=False, share=True),
