@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -27,20 +25,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tracefp4 import signals
+from tracefp4.bench.workers import DIFFERENT, run_workers
 from tracefp4.config import load_config
-from tracefp4.device import visible_gpus
 from tracefp4.errors import TracefpError
 from tracefp4.guidance.store import MemoryStore, TrajectoryGuidance
 from tracefp4.loop import RunConfig
 from tracefp4.loop.parts import Parts, preflight
 from tracefp4.nn.loading import load_policy
+from tracefp4.report import ensure_dir
 from tracefp4.rollout.engine import RolloutEngine
 from tracefp4.types import Request, Trajectory
 
 ORDER = ("key", "value", "expert_input")
 """Sites of a layer in the order in which they are computed."""
 MOST_TOLD = 20
-POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,7 @@ def rounds(soak: Soak, seconds: float) -> Iterator[dict[str, Any]]:
     yield {"round": 0, "responses": len(first), "tokens": sum(len(t.response_ids) for t in first)}
     soak.discard(first)
     stop, n = time.monotonic() + seconds, 0
-    while time.monotonic() < stop:
+    while n == 0 or time.monotonic() < stop:
         n += 1
         started = time.monotonic()
         out, again = soak.rollout()
@@ -176,17 +175,17 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def work(args: argparse.Namespace) -> int:
-    """One process; 1 where something differed."""
+    """One process; ``DIFFERENT`` where something differed."""
     bad = 0
     with (args.out / f"worker{args.worker}.jsonl").open("w") as log:
         for facts in rounds(Soak(load_config(args.recipe, args.overrides, RunConfig)), args.seconds):
             bad += bool(facts.get("different") or facts.get("forward"))
             log.write(json.dumps(facts) + "\n")
             log.flush()
-    return int(bad > 0)
+    return DIFFERENT if bad else 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", help="of `tracefp4 train`")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
@@ -194,46 +193,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=60, help="of every process, after its first round")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args(arguments)
+    args = parser.parse_intermixed_args(arguments)
+    if args.processes < 1:
+        parser.error(f"--processes must be at least 1, got {args.processes}")
+    if not args.seconds > 0:
+        parser.error(f"--seconds must be more than 0, got {args.seconds:g}")
+    return args
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse(arguments)
     try:
         if args.worker is not None:
+            signals.end_with_stdin()
             return work(args)
         preflight(load_config(args.recipe, args.overrides, RunConfig))
-    except TracefpError as error:
+        ensure_dir(args.out)
+        return run_processes(args)
+    except signals.Stopped as stop:
+        print(f"stopped by {stop}; what was compared until then is in {args.out}", file=sys.stderr)
+        return stop.exit_code
+    except (TracefpError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    args.out.mkdir(parents=True, exist_ok=True)
-    return run_processes(args)
 
 
 def run_processes(args: argparse.Namespace) -> int:
-    """All processes, spread over the GPUs, and a summary."""
-    gpus = visible_gpus()
-    children = []
-    for i in range(args.processes):
-        given = ["--out", str(args.out), "--seconds", str(args.seconds), "--worker", str(i)]
-        command = [sys.executable, __file__, args.recipe, *args.overrides, *given]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        if gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = gpus[i % len(gpus)]
-        children.append(subprocess.Popen(command, env=environment))
-    try:
-        while any(child.poll() is None for child in children):
-            time.sleep(POLL_SECONDS)
-    finally:
-        for child in children:
-            if child.poll() is None:
-                child.terminate()
-    failed = [i for i, child in enumerate(children) if child.returncode not in (0, 1)]
-    bad = summary([args.out / f"worker{i}.jsonl" for i in range(args.processes) if i not in failed])
+    """All processes, and a summary."""
+    given = [args.recipe, *args.overrides, "--out", str(args.out), "--seconds", str(args.seconds), "--worker"]
+    codes = run_workers([[sys.executable, __file__, *given, str(i)] for i in range(args.processes)])
+    failed = [i for i, code in enumerate(codes) if code not in (0, DIFFERENT)]
+    total, bad = summary([args.out / f"worker{i}.jsonl" for i in range(args.processes) if i not in failed])
     if failed:
-        print(f"error: processes {', '.join(map(str, failed))} failed", file=sys.stderr)
-        return 2
-    return int(bad > 0)
+        print(f"error: process {failed[0]} failed with exit code {codes[failed[0]]}; all were ended", file=sys.stderr)
+    return 2 if failed or not total else int(bad > 0)
 
 
-def summary(paths: Sequence[Path]) -> int:
-    """Prints what all processes found; returns the number of rounds with a difference."""
+def summary(paths: Sequence[Path]) -> tuple[int, int]:
+    """Prints what all processes found; returns (rounds, those with a difference)."""
     total, bad = 0, 0
     for path in paths:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -249,7 +246,7 @@ def summary(paths: Sequence[Path]) -> int:
                 for where in facts["where"][:3]:
                     print(f"  {where}")
     print(f"{total} rounds of {len(paths)} processes, {bad} with a difference")
-    return bad
+    return total, bad
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ with a difference, and the rows (of a token's expert) that differed in the worst
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -21,6 +20,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tracefp4 import signals
+from tracefp4.bench.workers import DIFFERENT, run_workers
 from tracefp4.kernels.grouped_experts import PackedExperts, routed_experts
 from tracefp4.recipe import quantize_expert_weights
 
@@ -122,7 +123,7 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60, help="of every process")
     parser.add_argument("--processes", type=int, default=1)
@@ -131,13 +132,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", type=numbers, default=numbers("256,256,8,2"), help="hidden, width, experts, top")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
-    if args.worker is not None or args.processes == 1:
-        return int(summary(soak(args), f"process {args.worker or 0},") > 0)
+    if len(args.shape) != 4 or min(args.shape) < 1 or args.shape[0] % 128 or args.shape[1] % 128:
+        parser.error(f"--shape takes hidden, width, experts and top, widths multiples of 128, got {args.shape}")
+    for name, least in (("processes", args.processes), ("streams", args.streams), ("rows", min(args.rows))):
+        if least < 1:
+            parser.error(f"--{name} must be at least 1, got {least}")
+    return args
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse(arguments)
+    if args.worker is not None:
+        signals.end_with_stdin()
+        return DIFFERENT if summary(soak(args), f"process {args.worker},") else 0
+    if not torch.cuda.is_available():
+        print("no GPU: repeats the kernels' torch references, which no load disturbs", file=sys.stderr)
     given = list(sys.argv[1:] if arguments is None else arguments)
-    command = [sys.executable, __file__, *given, "--worker"]
-    children = [subprocess.Popen([*command, str(i)]) for i in range(args.processes)]
-    codes = [child.wait() for child in children]
-    return 2 if any(code not in (0, 1) for code in codes) else max(codes)
+    try:
+        codes = run_workers([[sys.executable, __file__, *given, "--worker", str(i)] for i in range(args.processes)])
+    except signals.Stopped as stop:
+        print(f"stopped by {stop}", file=sys.stderr)
+        return stop.exit_code
+    failed = [i for i, code in enumerate(codes) if code not in (0, DIFFERENT)]
+    if failed:
+        print(f"error: process {failed[0]} failed with exit code {codes[failed[0]]}; all were ended", file=sys.stderr)
+        return 2
+    return int(DIFFERENT in codes)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def test_the_summary_counts_rounds_and_names_what_differs(
     bad = {"round": 2, "different": 1, "where": [{"response": 7, "first_row": 3}], "forward": []}
     path = tmp_path / "worker0.jsonl"
     path.write_text("".join(json.dumps(x) + "\n" for x in ({"round": 0, "responses": 2, "tokens": 9}, good, bad)))
-    assert script.summary([path]) == 1
+    assert script.summary([path]) == (2, 1)
     out = capsys.readouterr().out
     assert "a round: 2 responses, 9 tokens" in out
     assert "worker0, round 2: 1 responses" in out
@@ -89,3 +89,20 @@ def test_a_process_and_its_exit_codes(script: Any, tmp_path: Path) -> None:
     lines = [json.loads(x) for x in (tmp_path / "worker0.jsonl").read_text().splitlines()]
     assert [x["round"] for x in lines] == list(range(len(lines)))
     assert script.main(["recipes/demo.toml", "method.name=no", "--out", str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize("wrong", [["--processes", "0"], ["--seconds", "-1"]])
+def test_a_soak_of_nothing_is_refused(script: Any, tmp_path: Path, wrong: list[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        script.main(["recipes/demo.toml", "--out", str(tmp_path), *wrong])
+    assert end.value.code == 2
+
+
+def test_a_process_that_fails_is_no_clean_bill(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "worker0.jsonl").mkdir()  # its log cannot be written
+    small = ["recipes/demo.toml", *SMALL, "--out", str(tmp_path), "--seconds", "0.1", "--processes", "1"]
+    assert script.main(small) == 2
+    assert "process 0 failed with exit code 2" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert script.main([*small[:4], "--out", str(tmp_path / "file"), "sampling.max_new_tokens=4"]) == 2
+    assert "a file is in its place" in capsys.readouterr().err

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from scripts import load_script
 
@@ -18,11 +19,12 @@ def script() -> Any:
     return load_script(SCRIPT)
 
 
-def test_equal_calls_are_counted_and_pass(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_calls_are_counted_and_pass(script: Any, capfd: pytest.CaptureFixture[str]) -> None:
     assert script.main(SMALL) == 0
-    out = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in out] == ["process 0, 3 rows", "process 0, 5 rows"]
-    assert all("0 differ, 0 rows at most" in line and " 0 calls" not in line for line in out)
+    out, err = capfd.readouterr()
+    assert [line.split(":")[0] for line in out.splitlines()] == ["process 0, 3 rows", "process 0, 5 rows"]
+    assert all("0 differ, 0 rows at most" in line and " 0 calls" not in line for line in out.splitlines())
+    assert ("no GPU" in err) != torch.cuda.is_available()
 
 
 def test_a_changed_bit_is_counted_by_call_and_row(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,3 +43,18 @@ def test_a_changed_bit_is_counted_by_call_and_row(script: Any, capsys: pytest.Ca
 
 def test_processes_run_side_by_side(script: Any) -> None:
     assert script.main([*SMALL, "--processes", "2"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (["--shape", "256,256"], "--shape takes hidden, width, experts and top"),
+        (["--processes", "0"], "--processes must be at least 1"),
+        (["--rows", "4,0"], "--rows must be at least 1"),
+    ],
+)
+def test_bad_input_is_one_sentence(script: Any, wrong: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        script.main(wrong)
+    assert end.value.code == 2
+    assert why in capsys.readouterr().err.splitlines()[-1]
