@@ -227,6 +227,8 @@ class Child:
     log_name: str = LOG
     gpu: str | None = None
     """The one GPU that it is to see; None for all of them."""
+    descriptors: tuple[int, ...] = ()
+    """Open files that it shares, and with them their locks: as long as it lives they are held."""
 
     @property
     def log_path(self) -> Path:
@@ -248,6 +250,7 @@ class Child:
                 stderr=subprocess.STDOUT,
                 env=environment,
                 start_new_session=True,
+                pass_fds=self.descriptors,
             )
 
     def poll(self) -> int | None:

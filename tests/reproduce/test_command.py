@@ -137,6 +137,23 @@ def test_mistakes_are_one_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_places_that_cannot_be_shared_are_refused_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, a_file = tmp_path / "out", tmp_path / "file"
+    a_file.touch()
+    for places, why in ((out, "must be a folder of its own"), ("", "must be a folder of its own"), (a_file, "a file")):
+        words = ["main", "--profile", "tiny", "--modes", "bf16", "--out", str(out), "--places", str(places)]
+        assert call(*words) == 2
+        assert why in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_how_to_go_on_names_jobs_and_places(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    places = tmp_path / "places"
+    words = ["main", "--profile", "tiny", "--modes", "bf16", "--out", str(tmp_path / "out"), "--max-minutes", "0"]
+    assert call(*words, "--jobs", "3", "--places", str(places)) == 4
+    assert f"--jobs 3 --places {places}" in capsys.readouterr().err
+
+
 def test_commands_in_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     for words, code, texts in (
         (["methods", "+", "methods"], 0, 2),

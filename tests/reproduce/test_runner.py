@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -100,7 +101,7 @@ def test_commands_share_places(made_up: MakeUp, tmp_path: Path) -> None:
     plan = made_up(modes=("bf16",), seeds=(0,))
     thread, lines = run_beside(plan, folder)
     time.sleep(0.5)
-    assert lines == []
+    assert lines == [f"waits for a place in {folder}: other commands hold all 2"]
     others.release(second)
     thread.join(60)
     assert plan.complete
@@ -115,8 +116,9 @@ def test_a_run_that_another_command_has_under_way_is_waited_for(made_up: MakeUp,
     hold = Places(2, folder).hold(f"run-{hashlib.sha256(plan.specs[0].config.encode()).hexdigest()[:16]}")
     assert hold is not None
     thread, lines = run_beside(plan, folder)
-    while not plan.specs[1].done:
+    while not plan.specs[1].done or not any(line.startswith("waits for") for line in lines):
         time.sleep(0.05)
+    assert "waits for dynamics/bf16, seed 0, which another command has under way" in lines
     assert not (plan.specs[0].run_dir).exists()
     twin = made_up(modes=("bf16",), seeds=(0,), folder="twin")
     run(twin)
@@ -136,11 +138,23 @@ def test_a_warm_start_that_another_command_makes_is_waited_for(made_up: MakeUp, 
     assert hold is not None
     thread, lines = run_beside(plan, folder)
     time.sleep(0.5)
-    assert lines == []
+    assert lines == [f"waits for the warm start {start.name}, which another command makes"]
     (start / "warmstart.json").write_text(made)
     hold.release()
     thread.join(60)
     assert plan.complete
+
+
+def test_a_process_holds_its_place_when_its_command_is_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "p"
+    places = Places(1, folder)
+    place = places.take()
+    assert place is not None
+    orphan = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=place.descriptors)
+    places.release(place)  # as the end of the command would
+    assert Places(1, folder).take() is None
+    orphan.communicate(b"\n")
+    assert Places(1, folder).take() is not None
 
 
 def test_a_place_is_on_the_gpu_with_the_fewest(tmp_path: Path) -> None:

@@ -219,6 +219,7 @@ def _reproduce(
     from tracefp4.reproduce.runner import Limits, default_jobs, run_plan
 
     plan = make_plan(request, out)
+    _check_places(places, out)
     limits = Limits(jobs or default_jobs(plan), deadline, whole, places)
     with folder_lock(ensure_dir(out)):
         facts = open_plan(plan)
@@ -226,7 +227,7 @@ def _reproduce(
         try:
             outcome = run_plan(plan, limits, _say)
         except signals.Stopped as stop:
-            _say(f"stopped by {stop}, what is done is saved; {_again(request, out)}")
+            _say(f"stopped by {stop}, what is done is saved; {_again(request, out, jobs, places)}")
             raise SystemExit(stop.exit_code) from None
         results = gather(plan)
         written = write_results(plan, facts, results)
@@ -237,7 +238,8 @@ def _reproduce(
     if outcome.failed:
         raise typer.Exit(FAILED)
     if not plan.complete:
-        _say(f"{sum(spec.done for spec in plan.specs)} of {len(plan.specs)} runs done; {_again(request, out)}")
+        done = sum(spec.done for spec in plan.specs)
+        _say(f"{done} of {len(plan.specs)} runs done; {_again(request, out, jobs, places)}")
         raise typer.Exit(NOT_FINISHED)
 
 
@@ -246,6 +248,7 @@ def _search(plan: Plan, jobs: int | None, deadline: float | None, places: Path |
     from tracefp4.reproduce.runner import Limits, default_jobs, run_plan
     from tracefp4.reproduce.search import headings, open_search, summary_rows
 
+    _check_places(places, plan.out)
     limits = Limits(jobs or default_jobs(plan), deadline, places=places)
     with folder_lock(ensure_dir(plan.out)):
         open_search(plan)
@@ -268,6 +271,16 @@ def _search(plan: Plan, jobs: int | None, deadline: float | None, places: Path |
         raise typer.Exit(FAILED)
     if not plan.complete:
         raise typer.Exit(NOT_FINISHED)
+
+
+def _check_places(places: Path | None, out: Path) -> None:
+    """Before anything is written. Raises ConfigError or StorageError where the folder cannot be shared."""
+    from tracefp4.report import ensure_dir
+
+    if places is not None:
+        if places.resolve() in (Path.cwd(), out.resolve()):
+            raise ConfigError(f"--places {places} must be a folder of its own, such as runs/places")
+        ensure_dir(places)
 
 
 def _announce(plan: Plan, limits: Limits) -> None:
@@ -300,7 +313,7 @@ def _stored(folder: Path) -> Plan:
     return make_plan(stored_request(facts), folder, to_run=False)
 
 
-def _again(request: Request, out: Path) -> str:
+def _again(request: Request, out: Path, jobs: int | None = None, places: Path | None = None) -> str:
     words = ["tracefp4", "reproduce", request.experiment, *request.settings, "--out", str(out)]
     for option, value in (
         ("--recipe", request.recipe),
@@ -309,6 +322,8 @@ def _again(request: Request, out: Path) -> str:
         ("--modes", ",".join(request.modes) or None),
         ("--seeds", ",".join(map(str, request.seeds)) or None),
         ("--steps", request.steps),
+        ("--jobs", jobs),
+        ("--places", places),
     ):
         if value is not None:
             words += [option, str(value)]

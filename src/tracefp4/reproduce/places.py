@@ -1,6 +1,7 @@
 """Places for processes: of one command, or shared by all commands on a machine that name the same folder.
 
-A shared place is a file that is locked while a process runs in it; a killed command frees its places. Each place
+A shared place is a file that is locked while a process runs in it, by its command and by itself: one that is killed
+frees its places as soon as its processes have ended, which they do by themselves. Each place
 belongs to one of the visible GPUs, in turn.
 """
 
@@ -26,12 +27,22 @@ class Place:
     gpu: str | None
     descriptor: int | None = None
 
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """For the process that runs there: it holds the place even where its command is killed."""
+        return () if self.descriptor is None else (self.descriptor,)
+
 
 @dataclass
 class Hold:
     """A claim, until ``release`` or the end of the process."""
 
     descriptor: int | None
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """For the process that does it."""
+        return () if self.descriptor is None else (self.descriptor,)
 
     def release(self) -> None:
         if self.descriptor is not None:
@@ -45,6 +56,7 @@ class Places:
     def __init__(self, jobs: int, folder: Path | None = None, gpus: Sequence[str] = ()) -> None:
         self._jobs, self._folder, self._gpus = jobs, folder, list(gpus)
         self._taken: set[int] = set()
+        self.full = f"a place in {folder}: other commands hold all {jobs}"
         if folder is not None:
             ensure_dir(folder)
 

@@ -175,11 +175,15 @@ def _run_all(plan: Plan, limits: Limits, outcome: Outcome, say: Say, clock: _Clo
     queue = _Queue(list(needed), specs)
     environment = child_environment(max(1, usable_cores() // limits.jobs))
     running: list[_Job] = []
-    places = Places(limits.jobs, limits.places, visible_gpus() if plan.device == "cuda" else [])
+    places, told = Places(limits.jobs, limits.places, visible_gpus() if plan.device == "cuda" else []), ""
     try:
         while queue or running:
             waits = _begin_starts(plan, queue, running, places, limits, say)
-            waits |= _begin_runs(plan, queue, running, places, limits, outcome, environment, say)
+            more = _begin_runs(plan, queue, running, places, limits, outcome, environment, say)
+            waits = waits or more
+            if waits and not running and waits != told:
+                say(f"waits for {waits}")
+            told = waits if not running else ""
             if limits.left <= 0 or not (running or waits):
                 outcome.in_time = outcome.in_time and not (running or queue)
                 return
@@ -205,20 +209,20 @@ def _run_all(plan: Plan, limits: Limits, outcome: Outcome, say: Say, clock: _Clo
                 say(f"{job.spec.name}: stopped after {job.child.steps_done()} of {job.spec.steps} steps")
 
 
-def _begin_starts(plan: Plan, queue: _Queue, running: list[_Job], places: Places, limits: Limits, say: Say) -> bool:
-    """Begins warm starts as long as there are places. Returns whether another command holds what this one waits for."""
-    waits = False
+def _begin_starts(plan: Plan, queue: _Queue, running: list[_Job], places: Places, limits: Limits, say: Say) -> str:
+    """Begins warm starts as long as there are places. Returns what another command holds that this one waits for."""
+    waits = ""
     for path in list(queue.starts):
         if limits.left <= 0:
             break
         if (hold := places.hold(path.name)) is None:
-            waits = True
+            waits = f"the warm start {path.name}, which another command makes"
         elif start_made(path):  # by another command, meanwhile
             queue.starts.remove(path)
             hold.release()
         elif (place := places.take()) is None:
             hold.release()
-            return True
+            return places.full
         else:
             queue.starts.remove(path)
             running.append(_starting(path, plan.starts[path], plan.device, place, hold, say))
@@ -234,16 +238,16 @@ def _begin_runs(
     outcome: Outcome,
     environment: dict[str, str],
     say: Say,
-) -> bool:
-    """Begins runs as long as there are places. Returns whether another command holds what this one waits for."""
-    elsewhere: set[str] = set()
+) -> str:
+    """Begins runs as long as there are places. Returns what another command holds that this one waits for."""
+    elsewhere: dict[str, str] = {}
     while spec := _next(queue.specs, running, plan, limits, outcome, elsewhere):
         if (hold := places.hold(f"run-{hashlib.sha256(spec.config.encode()).hexdigest()[:16]}")) is None:
-            elsewhere.add(spec.config)
+            elsewhere[spec.config] = spec.name
             continue
         if (place := places.take()) is None:
             hold.release()
-            return True
+            return places.full
         queue.specs.remove(spec)
         if (twin := adopt(spec)) is not None:
             say(f"{spec.name}: the same run as {twin.relative_to(plan.out.parent)}, taken over")
@@ -252,7 +256,7 @@ def _begin_runs(
             hold.release()
         else:
             running.append(_started(spec, environment, place, hold, say))
-    return bool(elsewhere)
+    return f"{next(iter(elsewhere.values()))}, which another command has under way" if elsewhere else ""
 
 
 def _starting(path: Path, rung: RungConfig, device: str, place: Place, hold: Hold, say: Say) -> _Job:
@@ -262,6 +266,7 @@ def _starting(path: Path, rung: RungConfig, device: str, place: Place, hold: Hol
     write_json_atomic(recipe, resolved(rung.warmstart(device)))
     command = [*WARMSTART, str(recipe), str(path), "--resume"]
     child = Child(path.name, command, path.parent, (), append=True, log_name=f"{path.name}.log", gpu=place.gpu)
+    child.descriptors = (*place.descriptors, *hold.descriptors)
     say(f"{path.name}: making the warm start, see {child.log_path}")
     child.start(child_environment(rung.start.threads))
     return _Job(child, None, path, place, hold)
@@ -314,6 +319,7 @@ def _next(
 def _started(spec: Spec, environment: dict[str, str], place: Place, hold: Hold, say: Say) -> _Job:
     log = f"seed{spec.seed}.log"
     child = Child(spec.name, spec.command(), spec.folder, (spec.seed,), append=True, log_name=log, gpu=place.gpu)
+    child.descriptors = (*place.descriptors, *hold.descriptors)
     done = child.steps_done()
     what = "training" if not done else f"going on after step {done}"
     say(f"{spec.name}: {what if spec.trains and not spec.trained else 'evaluating'}")
