@@ -26,13 +26,12 @@ import torch
 from torch import Tensor
 
 from tracefp4 import signals
-from tracefp4.bench.workers import DIFFERENT, run_workers
+from tracefp4.bench.workers import DIFFERENT, run_workers, told_failure
 from tracefp4.config import load_config
 from tracefp4.errors import TracefpError
 from tracefp4.guidance.store import MemoryStore, TrajectoryGuidance
 from tracefp4.loop import RunConfig
 from tracefp4.loop.parts import Parts, preflight
-from tracefp4.nn.loading import load_policy
 from tracefp4.report import ensure_dir
 from tracefp4.rollout.engine import RolloutEngine
 from tracefp4.types import Request, Trajectory
@@ -82,10 +81,9 @@ def differences(reference: Kept, other: Kept) -> dict[str, Any] | None:
     experts = None
     if reference.experts is not None and other.experts is not None:
         experts = _rows(reference.experts.flatten(1), other.experts.flatten(1))
-    anywhere = torch.zeros(
-        max((len(x) for x in [*per_site.values(), *([] if experts is None else [experts])]), default=0)
-    )
-    for found in [*per_site.values(), *([] if experts is None else [experts])]:
+    parts = [*per_site.values(), *([] if experts is None else [experts])]
+    anywhere = torch.zeros(max(map(len, parts), default=0))
+    for found in parts:
         anywhere[: len(found)] += found
     rows = anywhere.nonzero()[:, 0].tolist()
     if token is None and logprob is None and not rows:
@@ -124,8 +122,7 @@ class Soak:
         self.store = MemoryStore()
         self.engine: RolloutEngine = self.parts.make_engine(self.store)
         self.trainer = self.parts.make_trainer(self.store)
-        policy = load_policy(self.parts.path, self.parts.rollout.dtype)
-        self.engine.update_weights(((n, p.detach()) for n, p in policy.named_parameters()), 0)
+        self.engine.update_weights(self.trainer.named_weights(), 0)
         s = config.sampling
         prompts, encoded = self.parts.encode(self.parts.task.train_prompts(0, s.prompts_per_step))
         self.requests: list[Request] = self.parts.requests(prompts, s.samples_per_prompt, "soak", encoded=encoded)
@@ -145,7 +142,7 @@ class Soak:
 
 
 def rounds(soak: Soak, seconds: float) -> Iterator[dict[str, Any]]:
-    """What each round found; the first is the reference, and its records are what the forwards read."""
+    """What each round found, the first being the reference; each forward reads the records of its own round."""
     first, reference = soak.rollout()
     logprobs = soak.forward(first)
     yield {"round": 0, "responses": len(first), "tokens": sum(len(t.response_ids) for t in first)}
@@ -222,11 +219,9 @@ def run_processes(args: argparse.Namespace) -> int:
     """All processes, and a summary."""
     given = [args.recipe, *args.overrides, "--out", str(args.out), "--seconds", str(args.seconds), "--worker"]
     codes = run_workers([[sys.executable, __file__, *given, str(i)] for i in range(args.processes)])
-    failed = [i for i, code in enumerate(codes) if code not in (0, DIFFERENT)]
-    total, bad = summary([args.out / f"worker{i}.jsonl" for i in range(args.processes) if i not in failed])
-    if failed:
-        print(f"error: process {failed[0]} failed with exit code {codes[failed[0]]}; all were ended", file=sys.stderr)
-    return 2 if failed or not total else int(bad > 0)
+    total, bad = summary([args.out / f"worker{i}.jsonl" for i, code in enumerate(codes) if code in (0, DIFFERENT)])
+    failure = told_failure(codes)
+    return 2 if failure or not total else int(bad > 0)
 
 
 def summary(paths: Sequence[Path]) -> tuple[int, int]:

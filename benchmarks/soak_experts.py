@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tracefp4 import signals
-from tracefp4.bench.workers import DIFFERENT, run_workers
+from tracefp4.bench.workers import DIFFERENT, run_workers, told_failure
 from tracefp4.kernels.grouped_experts import PackedExperts, routed_experts
 from tracefp4.recipe import quantize_expert_weights
 
@@ -153,11 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except signals.Stopped as stop:
         print(f"stopped by {stop}", file=sys.stderr)
         return stop.exit_code
-    failed = [i for i, code in enumerate(codes) if code not in (0, DIFFERENT)]
-    if failed:
-        print(f"error: process {failed[0]} failed with exit code {codes[failed[0]]}; all were ended", file=sys.stderr)
-        return 2
-    return int(DIFFERENT in codes)
+    return 2 if told_failure(codes) else int(DIFFERENT in codes)
 
 
 if __name__ == "__main__":

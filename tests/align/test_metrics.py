@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tracefp4.align.metrics import extreme_by_response, importance_metrics, mismatch_metrics
+from tracefp4.align.metrics import importance_metrics, mismatch_metrics
 
 
 def test_mismatch_values_and_aliases() -> None:
@@ -86,14 +86,14 @@ def test_ess_of_equal_and_of_degenerate_weights() -> None:
 def test_where_extreme_tokens_are() -> None:
     """Three in one response, or one in each of three; a token just below 2x is none."""
     rollout = torch.zeros(9)
-    one = torch.tensor([0, 3.0, -2, 9, 0, 0, 0, 0, 0.693])
-    facts = extreme_by_response(one, rollout, [1, 3, 0, 2, 3])
-    assert facts == {"mismatch/extreme_response_frac": 1 / 5, "mismatch/extreme_tokens_max": 3}
-    each = torch.tensor([-1.0, 0, 0, 1, 0, 0, 0, 0, 1])
-    assert extreme_by_response(each, rollout, [1, 3, 2, 3]) == {
-        "mismatch/extreme_response_frac": 3 / 4,
-        "mismatch/extreme_tokens_max": 1,
-    }
-    assert extreme_by_response(rollout[:0], rollout[:0], [0, 0]) == {}
+
+    def where(train: list[float], tokens: list[int]) -> tuple[float, float]:
+        facts = mismatch_metrics(torch.tensor(train), rollout, tokens)
+        return facts["mismatch/extreme_response_frac"], facts["mismatch/extreme_tokens_max"]
+
+    assert where([0, 3.0, -2, 9, 0, 0, 0, 0, 0.693], [1, 3, 0, 2, 3]) == (1 / 5, 3)
+    assert where([-1.0, 0, 0, 1, 0, 0, 0, 0, 1], [1, 3, 2, 3]) == (3 / 4, 1)
+    assert mismatch_metrics(rollout[:0], rollout[:0], [0, 0]) == {}
+    assert "mismatch/extreme_tokens_max" not in mismatch_metrics(rollout, rollout)
     with pytest.raises(ValueError, match="9 log-probs of responses with 8 tokens"):
-        extreme_by_response(one, rollout, [8])
+        mismatch_metrics(rollout, rollout, [8])

@@ -88,6 +88,7 @@ def test_a_process_and_its_exit_codes(script: Any, tmp_path: Path) -> None:
     assert script.main([*small, "--processes", "1"]) == 0
     lines = [json.loads(x) for x in (tmp_path / "worker0.jsonl").read_text().splitlines()]
     assert [x["round"] for x in lines] == list(range(len(lines)))
+    assert len(lines) >= 2
     assert script.main(["recipes/demo.toml", "method.name=no", "--out", str(tmp_path)]) == 2
 
 

@@ -1,6 +1,5 @@
 """Runs side by side: order, deadlines, failures, signals, and going on after each of them."""
 
-import hashlib
 import json
 import os
 import signal
@@ -27,6 +26,7 @@ from tracefp4.reproduce.runner import (
     INVOCATIONS,
     Limits,
     expected_seconds,
+    run_key,
     run_plan,
     start_state,
     steps_done,
@@ -113,7 +113,7 @@ def test_commands_share_places(made_up: MakeUp, tmp_path: Path) -> None:
 def test_a_run_that_another_command_has_under_way_is_waited_for(made_up: MakeUp, tmp_path: Path) -> None:
     folder = tmp_path / "places"
     plan = made_up(modes=("bf16", "qat"), seeds=(0,))
-    hold = Places(2, folder).hold(f"run-{hashlib.sha256(plan.specs[0].config.encode()).hexdigest()[:16]}")
+    hold = Places(2, folder).hold(run_key(plan.specs[0]))
     assert hold is not None
     thread, lines = run_beside(plan, folder)
     while not plan.specs[1].done or not any(line.startswith("waits for") for line in lines):

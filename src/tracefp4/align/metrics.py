@@ -12,11 +12,13 @@ from torch import Tensor
 from tracefp4.device import to_device
 
 
-def mismatch_metrics(train_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, float]:
+def mismatch_metrics(train_logprobs: Tensor, rollout_logprobs: Tensor, tokens: Sequence[int] = ()) -> dict[str, float]:
     """Metrics of ``delta = log p_train - log p_rollout`` over response tokens; f32 [n] each, natural log.
 
     kl_k1 and kl_k3 estimate KL(rollout || train) (Schulman's estimators: mean(-delta), mean(e^delta - delta - 1)).
-    Each figure also stands under the alias other frameworks log it as. Raises ValueError for unequal lengths.
+    Each figure also stands under the alias other frameworks log it as. tokens: of each response, n in all: then also
+    where tokens off by more than 2x are. Many in one response are a fault of that response, one in each of many a fault
+    of a step. Raises ValueError for unequal lengths.
     """
     if train_logprobs.shape != rollout_logprobs.shape:
         raise ValueError(f"log-probs differ in shape: {tuple(train_logprobs.shape)}, {tuple(rollout_logprobs.shape)}")
@@ -24,15 +26,19 @@ def mismatch_metrics(train_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[s
         return {}
     delta = train_logprobs.double() - rollout_logprobs.double()
     size = delta.abs()
+    off = size > math.log(2.0)
     figures = (
         size.mean(),
         size.max(),
         (-delta).mean(),
         (delta.exp() - delta - 1).mean(),
         size.exp().mean(),
-        (size > math.log(2.0)).double().mean(),
+        off.double().mean(),
+        *(_by_response(off, tokens) if tokens else ()),
     )
-    mean, largest, k1, k3, mult, extreme = torch.stack(figures).tolist()  # read once: each read waits for a GPU
+    # Read once: each read waits for a GPU.
+    mean, largest, k1, k3, mult, extreme, *by_response = torch.stack(figures).tolist()
+    names = ("mismatch/extreme_response_frac", "mismatch/extreme_tokens_max")
     return {
         "mismatch/logprob_abs_diff_mean": mean,
         "mismatch/logprob_abs_diff_max": largest,
@@ -44,25 +50,17 @@ def mismatch_metrics(train_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[s
         "rollout_corr/k3_kl": k3,
         "train_rollout_logprob_abs_diff": mean,
         "token_mult_prob_error": mult,
+        **dict(zip(names, by_response, strict=False)),
     }
 
 
-def extreme_by_response(train_logprobs: Tensor, rollout_logprobs: Tensor, tokens: Sequence[int]) -> dict[str, float]:
-    """Where tokens off by more than 2x are: the share of responses that hold one, and the most that one holds.
-
-    log-probs f32 [n], response by response; tokens: of each response, n in all. Many in one response are a fault of
-    that response, one in each of many a fault of a step. Raises ValueError where the tokens are not n.
-    """
-    if train_logprobs.numel() != sum(tokens):
-        raise ValueError(f"{train_logprobs.numel()} log-probs of responses with {sum(tokens)} tokens")
-    if not sum(tokens):
-        return {}
-    ends = torch.tensor(tokens).cumsum(0)
-    extreme = (train_logprobs.double() - rollout_logprobs.double()).abs() > math.log(2.0)
-    before = F.pad(extreme.cumsum(0), (1, 0))
-    each = before.index_select(0, to_device(F.pad(ends, (1, 0)), extreme.device)).diff()
-    share, most = torch.stack([(each > 0).double().mean(), each.max().double()]).tolist()
-    return {"mismatch/extreme_response_frac": share, "mismatch/extreme_tokens_max": most}
+def _by_response(extreme: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """(share of responses that hold an extreme token, the most that one holds) of bool [n], response by response."""
+    if extreme.numel() != sum(tokens):
+        raise ValueError(f"{extreme.numel()} log-probs of responses with {sum(tokens)} tokens")
+    edges = to_device(F.pad(torch.tensor(tokens).cumsum(0), (1, 0)), extreme.device)
+    each = F.pad(extreme.cumsum(0), (1, 0)).index_select(0, edges).diff()
+    return (each > 0).double().mean(), each.max().double()
 
 
 def importance_metrics(log_weight: Tensor, cap: float) -> dict[str, float]:

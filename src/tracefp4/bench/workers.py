@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 
@@ -12,6 +13,7 @@ from tracefp4.device import visible_gpus
 
 DIFFERENT = 3
 """Exit code of a worker that found a difference; Python's own for an error nobody caught is 1."""
+_ENDS = (0, DIFFERENT)
 POLL_SECONDS, GRACE_SECONDS = 0.2, 10.0
 
 
@@ -41,8 +43,16 @@ def run_workers(commands: Sequence[Sequence[str]]) -> list[int]:
     return [child.returncode for child in children]
 
 
+def told_failure(codes: Sequence[int]) -> bool:
+    """Whether a worker failed; says which."""
+    failed = [i for i, code in enumerate(codes) if code not in _ENDS]
+    if failed:
+        print(f"error: process {failed[0]} failed with exit code {codes[failed[0]]}; all were ended", file=sys.stderr)
+    return bool(failed)
+
+
 def _failed(child: subprocess.Popen[bytes]) -> bool:
-    return child.poll() not in (None, 0, DIFFERENT)
+    return child.poll() not in (None, *_ENDS)
 
 
 def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:

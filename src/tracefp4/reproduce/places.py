@@ -1,8 +1,8 @@
 """Places for processes: of one command, or shared by all commands on a machine that name the same folder.
 
 A shared place is a file that is locked while a process runs in it, by its command and by itself: one that is killed
-frees its places as soon as its processes have ended, which they do by themselves. Each place
-belongs to one of the visible GPUs, in turn.
+frees its places as soon as its processes have ended, which they do by themselves. Each place belongs to one of the
+visible GPUs, in turn.
 """
 
 from __future__ import annotations
@@ -20,34 +20,28 @@ from tracefp4.report import ensure_dir
 
 
 @dataclass
-class Place:
-    """gpu: as CUDA_VISIBLE_DEVICES names it; None where there is no choice to make."""
-
-    index: int
-    gpu: str | None
-    descriptor: int | None = None
-
-    @property
-    def descriptors(self) -> tuple[int, ...]:
-        """For the process that runs there: it holds the place even where its command is killed."""
-        return () if self.descriptor is None else (self.descriptor,)
-
-
-@dataclass
 class Hold:
-    """A claim, until ``release`` or the end of the process."""
+    """A claim on a locked file, until ``release`` or the end of every process that has it; None: nobody else asks."""
 
     descriptor: int | None
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """For the process that does it."""
+        """For the process that it is for: the claim then lasts even where the command is killed."""
         return () if self.descriptor is None else (self.descriptor,)
 
     def release(self) -> None:
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
+
+
+@dataclass
+class Place(Hold):
+    """gpu: as CUDA_VISIBLE_DEVICES names it; None where there is no choice to make."""
+
+    index: int
+    gpu: str | None
 
 
 class Places:
@@ -71,13 +65,12 @@ class Places:
             busy = Counter(self._gpu(i) for i in range(self._jobs) if i not in free)
             index = min(free, key=lambda i: (busy[self._gpu(i)], i))
             self._taken.add(index)
-            return Place(index, self._gpu(index) if len(self._gpus) > 1 else None, free.pop(index))
+            return Place(free.pop(index), index, self._gpu(index) if len(self._gpus) > 1 else None)
 
     def release(self, place: Place) -> None:
         """Gives a place back."""
         self._taken.discard(place.index)
-        if place.descriptor is not None:
-            os.close(place.descriptor)
+        place.release()
 
     def hold(self, what: str) -> Hold | None:
         """Claims what only one of the commands is to do; None where another one has claimed it."""

@@ -242,7 +242,7 @@ def _begin_runs(
     """Begins runs as long as there are places. Returns what another command holds that this one waits for."""
     elsewhere: dict[str, str] = {}
     while spec := _next(queue.specs, running, plan, limits, outcome, elsewhere):
-        if (hold := places.hold(f"run-{hashlib.sha256(spec.config.encode()).hexdigest()[:16]}")) is None:
+        if (hold := places.hold(run_key(spec))) is None:
             elsewhere[spec.config] = spec.name
             continue
         if (place := places.take()) is None:
@@ -259,14 +259,19 @@ def _begin_runs(
     return f"{next(iter(elsewhere.values()))}, which another command has under way" if elsewhere else ""
 
 
+def run_key(spec: Spec) -> str:
+    """The name under which commands claim a run: equal for equal runs, whatever the command."""
+    return f"run-{hashlib.sha256(spec.config.encode()).hexdigest()[:16]}"
+
+
 def _starting(path: Path, rung: RungConfig, device: str, place: Place, hold: Hold, say: Say) -> _Job:
     """Begins a warm start, or goes on with it."""
     ensure_dir(path.parent)
     recipe = path.with_name(f"{path.name}.json")
     write_json_atomic(recipe, resolved(rung.warmstart(device)))
     command = [*WARMSTART, str(recipe), str(path), "--resume"]
-    child = Child(path.name, command, path.parent, (), append=True, log_name=f"{path.name}.log", gpu=place.gpu)
-    child.descriptors = (*place.descriptors, *hold.descriptors)
+    child = Child(path.name, command, path.parent, (), append=True, log_name=f"{path.name}.log")
+    child.gpu, child.descriptors = place.gpu, (*place.descriptors, *hold.descriptors)
     say(f"{path.name}: making the warm start, see {child.log_path}")
     child.start(child_environment(rung.start.threads))
     return _Job(child, None, path, place, hold)
@@ -318,8 +323,8 @@ def _next(
 
 def _started(spec: Spec, environment: dict[str, str], place: Place, hold: Hold, say: Say) -> _Job:
     log = f"seed{spec.seed}.log"
-    child = Child(spec.name, spec.command(), spec.folder, (spec.seed,), append=True, log_name=log, gpu=place.gpu)
-    child.descriptors = (*place.descriptors, *hold.descriptors)
+    child = Child(spec.name, spec.command(), spec.folder, (spec.seed,), append=True, log_name=log)
+    child.gpu, child.descriptors = place.gpu, (*place.descriptors, *hold.descriptors)
     done = child.steps_done()
     what = "training" if not done else f"going on after step {done}"
     say(f"{spec.name}: {what if spec.trains and not spec.trained else 'evaluating'}")

@@ -24,14 +24,9 @@ def likeliest(logits_BV: Tensor, temperature_B: Tensor, k: int) -> tuple[Tensor,
     return ids, logprobs
 
 
-def width_of(seqs: Seq[Sequence], vocab: int) -> int:
-    """Tokens of the widest head that any of them asks for; 0 for none."""
-    return min(max(s.request.sampling.top_logprobs for s in seqs), vocab)
-
-
 def keep_heads(seqs: Seq[Sequence], logits_BV: Tensor) -> None:
     """Appends the head of each sequence's next token where its request asks for one. logits: a row a sequence."""
-    k = width_of(seqs, logits_BV.shape[-1])
+    k = min(max(s.request.sampling.top_logprobs for s in seqs), logits_BV.shape[-1])
     if not k:
         return
     settings = SamplingTensors.of([s.request.sampling for s in seqs])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tracefp4.align.metrics import extreme_by_response, importance_metrics, mismatch_metrics
+from tracefp4.align.metrics import importance_metrics, mismatch_metrics
 from tracefp4.device import attention_for
 from tracefp4.guidance.store import GuidanceStore
 from tracefp4.nn import MicroBatch, SiteObserver, TrainerForward, prepare_model
@@ -198,9 +198,9 @@ class GRPOTrainer:
             for t, own in zip(trajectories, parts, strict=True):
                 fresh += [everywhere or bool(own.all())] * t.num_sampled
         old_all, rollout_all = torch.cat(old), torch.cat(rollout)
-        metrics = mismatch_metrics(old_all, rollout_all) | importance_metrics(old_all - rollout_all, self.loss.tis_cap)
         lengths = [t.num_sampled for m in micros for t in m.batch.trajectories]
-        metrics |= extreme_by_response(old_all, rollout_all, lengths)
+        metrics = mismatch_metrics(old_all, rollout_all, lengths)
+        metrics |= importance_metrics(old_all - rollout_all, self.loss.tis_cap)
         if not all(fresh):  # else the two say the same
             fresh_all = torch.tensor(fresh, device=old_all.device)
             metrics["mismatch/fresh_share"] = sum(fresh) / len(fresh)

@@ -10,13 +10,11 @@ from torch import Tensor
 
 from tracefp4.kernels.backend import kernel_module
 from tracefp4.kernels.compensation import ref
+from tracefp4.kernels.compensation.ref import FACTS
 from tracefp4.kernels.errors import KernelError
 from tracefp4.kernels.quantize_record import TRITON_FORMATS
 
 __all__ = ["FACTS", "chosen_outputs", "compensated_rows"]
-
-FACTS = 1024
-"""Rows of the sums that ``compensated_rows`` adds to: each is one program's own, so no sum depends on timing."""
 
 
 def compensated_rows(

@@ -12,6 +12,8 @@ from torch import Tensor
 LANES = 256
 """Running sums of a column's norm. Rows n, n + LANES, ... add up in order, then the lanes as a tree of neighbours: an
 order that kernels can keep, and that zeros behind the last row do not change."""
+FACTS = 1024
+"""Rows of the sums that ``compensated_rows`` adds to: each is one program's own, so no sum depends on timing."""
 
 
 def column_sums(x_NI: Tensor) -> Tensor:
@@ -55,6 +57,7 @@ def chosen_outputs(
     dtype: torch.dtype,
     widened: bool,
 ) -> Tensor:
+    """See `tracefp4.kernels.compensation.chosen_outputs`; per: how many choices a row of y stands for."""
     rows = torch.arange(chosen_M.shape[0], device=y_ENO.device) // per
     out = y_ENO[chosen_M, rows]
     if epilogue_E is not None:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tracefp4.formats import get_format
-from tracefp4.kernels.compensation.ref import LANES
+from tracefp4.kernels.compensation.ref import FACTS, LANES
 from tracefp4.kernels.quantize_record.triton import round_row, row_blocks
 from tracefp4.kernels.triton_layout import Checked
 from tracefp4.kernels.triton_math import (
@@ -29,7 +29,6 @@ from tracefp4.kernels.triton_math import (
     to_bf16,
 )
 
-FACTS = 1024  # as tracefp4.kernels.compensation.FACTS
 assert LANES == 256  # which `_select_columns` adds up
 
 
