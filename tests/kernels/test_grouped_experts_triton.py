@@ -158,7 +158,7 @@ def recorded(target: RecordTarget) -> list[Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, for Inf and NaN under the interpreter
-@pytest.mark.parametrize("bits", [4.5, 1.5, 1.125, 1.0625])
+@pytest.mark.parametrize("bits", [4.5, 1.5, 1.125, 1.0625, 0.125])
 @pytest.mark.parametrize(("format", "scale"), [("nvfp4", "row"), ("nvfp4-exact", "row-pow2"), ("nvfp4", 37.5)])
 def test_rows_quantized_recorded_and_laid_out_at_once(format: str, scale: Any, bits: float) -> None:
     """The bits and the record of quantizing first: over all magnitudes, zeros of both signs, Inf and NaN."""

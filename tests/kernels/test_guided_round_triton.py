@@ -16,7 +16,8 @@ pytest.importorskip("triton", reason="triton is not installed: its kernels are n
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, for Inf and NaN under the interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMATS = ("nvfp4", "nvfp4-exact")
-CASES = [("cell", 1.125), ("cell", 1.5), ("cell", 4.5), ("cell", 1.0625), ("bracket", 1.125), ("bracket", 4.5)]
+CODES = [("cell", 1.125), ("cell", 1.5), ("cell", 4.5), ("cell", 1.0625), ("bracket", 1.125), ("bracket", 4.5)]
+CASES = [*CODES, ("cell", 0.5), ("cell", 0.125), ("bracket", 0.125)]  # the last: block scales alone
 
 
 def same(a: Tensor, b: Tensor) -> None:
@@ -98,7 +99,7 @@ def test_every_recorded_scale_at_every_unrounded_scale() -> None:
     y = y.view(-1, 32 * 16)
     blocks = get_format("nvfp4").quantize(y, encode_scale=1.0)
     blocks.scales[:] = torch.arange(4, dtype=torch.uint8).repeat_interleave(u.numel() // 4).view(blocks.scales.shape)
-    for bits in (1.125, 1.0625):
+    for bits in (1.125, 1.0625, 0.5, 0.125):
         on_both(y, encode(blocks, bits), "cell", "row")
 
 

@@ -77,7 +77,7 @@ def test_every_scale_boundary(format: str) -> None:
     on_both(x.view(-1, 64 * 16), format, 1.0)
 
 
-@pytest.mark.parametrize("bits", [bits for bits in SUPPORTED_BITS["nvfp4"] if bits > 1])  # scales alone: not fused
+@pytest.mark.parametrize("bits", SUPPORTED_BITS["nvfp4"])
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("K", [16, 144, 512])
 def test_the_record_is_the_codec_s(K: int, backend: str, bits: float) -> None:

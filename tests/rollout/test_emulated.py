@@ -85,8 +85,8 @@ def test_an_mx_cache_holds_exact_values() -> None:
 def test_rows_of_any_width_are_recorded_in_place() -> None:
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(2))
     blocks = get_format("nvfp4").quantize(x, encode_scale="row-pow2")
-    assert not fuses_record("nvfp4", 0.5)
-    assert fuses_record("nvfp4", 1.125)
+    assert fuses_record("nvfp4", 0.5)
+    assert not fuses_record("mxfp4-rceil", 1.03125)
     rows = pack_rows(blocks, 0.5)
     wide = torch.zeros(9, rows.shape[1] + 4, dtype=torch.uint8)
     scales = torch.zeros(9, 2)

@@ -20,7 +20,7 @@ from tiny import tiny_weights
 from tracefp4.errors import TracefpError
 from tracefp4.guidance import full_bits, row_bytes
 from tracefp4.guidance.store import TrajectoryGuidance
-from tracefp4.recipe import QuantRecipe
+from tracefp4.recipe import QuantRecipe, quantize_expert_weights
 from tracefp4.rollout.config import RolloutConfig, resolve
 from tracefp4.rollout.decode import DecodeRunner, buckets
 from tracefp4.rollout.engine import RolloutEngine
@@ -598,3 +598,25 @@ def test_a_group_is_aborted_whole_though_one_of_it_has_ended() -> None:
     reasons = [made.abort(r.request_id).finish_reason for r in (long, short)]
     assert reasons == ["abort", "length"]
     assert not made.busy
+
+
+def test_replaced_experts_lie_where_captured_steps_read_them() -> None:
+    """Weights of a quantizer that saw more: in place, used by the next response, gone with the next update."""
+    made = {backend: engine("qat", backend) for backend in ("torch", "references")}
+    before = made["references"].generate(requests(4, max_new_tokens=4))
+    model = made["references"].model
+    held = {part: list(tensors_of(getattr(model._layers[1], part))) for part in ("gate_up", "down")}
+    weights = dict(tiny_weights(moe()))
+    for part in ("gate_up", "down"):
+        w = weights[f"model.layers.1.mlp.experts.{part}_proj"]
+        halved = quantize_expert_weights(0.5 * w, "nvfp4", True)
+        for one in made.values():
+            one.model.replace_experts(1, part, halved)
+        now = list(tensors_of(getattr(model._layers[1], part)))
+        assert [t.data_ptr() for t in now] == [t.data_ptr() for t in held[part]]
+    ours, theirs = (made[b].generate(requests(4, max_new_tokens=4)) for b in ("references", "torch"))
+    assert sum(near(a, b, 0.5) for a, b in zip(ours, theirs, strict=True)) >= 8
+    assert any(not torch.equal(a.logprobs, b.logprobs) for a, b in zip(ours, before, strict=True))
+    made["references"].update_weights(weights.items(), 1)
+    for a, b in zip(made["references"].generate(requests(4, max_new_tokens=4)), before, strict=True):
+        assert torch.equal(a.logprobs, b.logprobs)

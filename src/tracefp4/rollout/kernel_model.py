@@ -30,7 +30,7 @@ from tracefp4.kernels.quantize_record import RecordTarget, quantize_record
 from tracefp4.recipe import QuantRecipe, quantize_expert_weights
 from tracefp4.rollout.compensation import ResidualCompensation
 from tracefp4.rollout.emulated import emulated_experts, emulates_experts, fuses_record, record_rows
-from tracefp4.rollout.model import Experts, Layer, ModelShape, RolloutModel
+from tracefp4.rollout.model import PARTS, Experts, Layer, ModelShape, RolloutModel
 from tracefp4.rollout.paged_pool import PagedPool
 from tracefp4.rollout.weights import Take, check_weights, put
 
@@ -149,6 +149,18 @@ class KernelModel(RolloutModel):
             put(whole.epilogue[start:stop], part.epilogue)
         assert packed is not None
         return packed
+
+    @torch.no_grad()
+    def replace_experts(self, i: int, part: str, blocks: QuantizedBlocks) -> None:
+        """As ``RolloutModel.replace_experts``, into the memory that captured graphs read."""
+        assert part in PARTS
+        layer = self._layers[i]
+        new: Experts
+        if emulates_experts(self.recipe):
+            new = replace(ExpertMatrices.quantized(blocks), blocks=None)
+        else:
+            new = PackedExperts.pack(blocks)
+        setattr(layer, part, put(getattr(layer, part), new))
 
     @torch.no_grad()
     def run(self, step: KernelStep, pool: PagedPool) -> Tensor:

@@ -371,12 +371,8 @@ def default_config(fp4: bool, rows_per_expert: float, device: torch.device) -> E
         if rows_per_expert <= 40:
             return ExpertsConfig(64, 48, 4, 4, down=128, strips=True, tails=1, registers=168)
         if rows_per_expert <= 96:
-            return ExpertsConfig(64, 64, 4, 3, down=128, strips=True, tails=2)
-        properties = torch.cuda.get_device_properties(device)
-        wide = getattr(properties, "shared_memory_per_block_optin", 0) >= 215040  # torch's stubs leave it out
-        if rows_per_expert <= 192 or not wide:
-            return ExpertsConfig(64, 128, 4, 2, down=128, strips=True, tails=2)
-        return ExpertsConfig(64, 256, 8, 3, down=128, strips=True, tails=2)
+            return ExpertsConfig(64, 64, 4, 3, down=128, strips=True, tails=2, registers=168, parts=4)
+        return ExpertsConfig(64, 128, 4, 2, down=128, strips=True, tails=2)
     if rows_per_expert <= 12:
         rows = 8 if rows_per_expert <= 4 else 16
         return ExpertsConfig(64, rows, 4, 3, dense_inner=128, down=128, bulk=True)

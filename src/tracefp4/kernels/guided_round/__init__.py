@@ -84,7 +84,7 @@ def guided_round_rows(
         payload: uint8 [N, row bytes], contiguous.
         encode_scale: f32 [] or [N, 1]: the rollout's S.
         valid_N: bool [N]; rows without a valid record are rounded to nearest at `own_encode_scale`.
-        format, bits: of the record: 4.5, 1.5, 1.125 or 1.0625 bits of an NVFP4 format.
+        format, bits: of the record: 4.5, 1.5, 1.125 or 1.0625 bits of an NVFP4 format; 0.5 or 0.125, scales only.
         rule: "cell" or "bracket".
 
     Raises:

@@ -121,7 +121,7 @@ def _round_rows(
             byte = _resolve_scale(unrounded, low, SCALE_PLANES)
     z = values * multiplier(byte, s, EXACT)[:, None]
     codes = encode_e2m1(z)
-    if GUIDED:
+    if GUIDED and CODE_PLANES > 0:
         if guided:
             bits = tl.zeros([NB, 16], tl.int32)
             c = b[:, None] * 2 + tl.arange(0, 2)[None, :]

@@ -15,7 +15,7 @@ from tracefp4.formats.spec import EncodeScale
 from tracefp4.kernels.errors import KernelError
 from tracefp4.kernels.paged_attention.cache import PagedCache, half_words, k_words
 
-NVFP4_PLANES = {4.5: (4, 8), 1.5: (1, 8), 1.125: (1, 2), 1.0625: (1, 1)}
+NVFP4_PLANES = {4.5: (4, 8), 1.5: (1, 8), 1.125: (1, 2), 1.0625: (1, 1), 0.5: (0, 8), 0.125: (0, 2)}
 """Bits per value -> (code planes, scale planes) of the guidance record (`tracefp4.guidance.schema`)."""
 
 
