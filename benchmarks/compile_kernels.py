@@ -212,13 +212,15 @@ def compensation_cases() -> Iterator[Case]:
 
 
 def training_cases() -> Iterator[Case]:
-    for N, K, bits in product((499, 4096), (HIDDEN, 256, 128), (None, 1.125, 4.5)):
+    for N, K, bits in product((499, 4096), (HIDDEN, 256, 128), (None, 0.125, 1.125, 4.5)):
         code_planes, scale_planes = (0, 0) if bits is None else planes("nvfp4", bits)
         record = None if bits is None else target_of(N, K, bits, True)
         parts = (None, None) if record is None else (record.payload[:N], record.encode_scale)
         valid = None if record is None else empty(N, dtype=torch.bool)
         run = partial(guided_round.round_rows, empty(N, K), "nvfp4", "row-pow2", *parts, valid)
-        yield f"round {N} rows of {K}, {bits} bits", partial(run, code_planes, scale_planes, "cell")
+        for band in (None,) if valid is None else (None, 0.06):
+            run_one = partial(run, code_planes, scale_planes, "cell", band=band, fresh=None if band is None else valid)
+            yield f"round {N} rows of {K}, {bits} bits, band {band}", run_one
     yield "largest of a matrix", partial(guided_round.group_amax, empty(EXPERTS, 2 * WIDTH * HIDDEN))
 
 

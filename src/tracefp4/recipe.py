@@ -59,8 +59,8 @@ class QuantRecipe:
     encode_scale: "row" or "row-pow2": one scale per row of activations and one per expert of weights, as they come or
     rounded down to a power of two (then a dequantized value is exact in BF16). kv_encode_scale: static S of K and V;
     belongs to a policy version. num_layers: decoder layers of the model. guided_layers: 0-based layers whose
-    rows are recorded, ascending. bits: stored bits per guided value. rule: "cell" or "bracket". compensation: of the
-    experts' activations in the rollout.
+    rows are recorded, ascending. bits: stored bits per guided value. rule: "cell" or "bracket". band: of
+    ``guidance.decode``, None to follow every record. compensation: of the experts' activations in the rollout.
     """
 
     num_layers: int
@@ -72,6 +72,7 @@ class QuantRecipe:
     guided_layers: tuple[int, ...] = ()
     bits: float = 1.125
     rule: str = "cell"
+    band: float | None = None
     compensation: Compensation | None = None
 
     def __post_init__(self) -> None:
@@ -84,6 +85,8 @@ class QuantRecipe:
             raise TracefpError(f"encode_scale must be one of {', '.join(ENCODE_SCALES)}, got {self.encode_scale!r}")
         if self.rule not in RULES:
             raise TracefpError(f"rule must be one of {', '.join(RULES)}, got {self.rule!r}")
+        if self.band is not None and not 0 < self.band <= 1:
+            raise TracefpError(f"band must lie in (0, 1] slots, or be none, got {self.band}")
         object.__setattr__(self, "kv_encode_scale", float(self.kv_encode_scale))  # 1 and 1.0 must hash alike
         object.__setattr__(self, "bits", float(self.bits))
         if self.num_layers < 1:
@@ -109,8 +112,9 @@ class QuantRecipe:
 
     @cached_property
     def hash(self) -> str:
-        """First 16 hex digits of the SHA-256 of the recipe as canonical JSON; made once."""
+        """First 16 hex digits of the SHA-256 of the recipe, ``band`` left out, as canonical JSON; made once."""
         fields = asdict(self)
+        del fields["band"]  # of reading: the same records are made with any
         if self.compensation is None:  # what is not there changes no hash of earlier versions
             del fields["compensation"]
         text = json.dumps(fields, sort_keys=True, separators=(",", ":"))

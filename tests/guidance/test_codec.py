@@ -246,13 +246,15 @@ def test_garbage_in_invalid_rows_does_not_matter() -> None:
 # --- the decoding of codes, by hand --------------------------------------
 
 
-def codes_at_scale_one(z: list[float], bits: list[int], rule: str, full: bool = False) -> list[int]:
+def codes_at_scale_one(
+    z: list[float], bits: list[int], rule: str, full: bool = False, band: float | None = None
+) -> list[int]:
     """decode_codes where z is x itself: MXFP4 with scale byte 127 (2^0)."""
     fmt = get_format("mxfp4-floor")
     pad = 32 - len(z)
     x, recorded = torch.tensor([z + [0.0] * pad]), torch.tensor([bits + [0] * pad], dtype=torch.uint8)
     scales = torch.full((1, 1), 127, dtype=torch.uint8)
-    return decode_codes(fmt, x, scales, None, recorded, full, rule)[0, : len(z)].tolist()
+    return decode_codes(fmt, x, scales, None, recorded, full, rule, band)[0, : len(z)].tolist()
 
 
 # code: 0 1 2 3 4 5 6 7 = 0 .5 1 1.5 2 3 4 6; minus adds 8
@@ -301,6 +303,76 @@ def test_codes_by_hand(cases: list[tuple[float, int, int]], rule: str, full: boo
         got = codes_at_scale_one([z for z, _, _ in part], [bit for _, bit, _ in part], rule, full)
         wrong = [(case, code) for case, code in zip(part, got, strict=True) if case[2] != code]
         assert not wrong, f"(z, bit, expected), decoded: {wrong}"
+
+
+GRID = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def slot(code: int) -> int:
+    return -(code & 7) if code & 8 else code & 7
+
+
+def held(z: float, own: int, chosen: int, band: float) -> bool:
+    """By hand: whether a record is followed; z, the grid and the band are exact binary fractions here."""
+    a, b = slot(own), slot(chosen)
+    if abs(a - b) != 1:
+        return a == b
+    va, vb = (math.copysign(GRID[abs(n)], n) for n in (a, b))
+    return abs(z - (va + vb) / 2) <= band * abs(va - vb)
+
+
+@pytest.mark.parametrize(("rule", "full"), [("cell", False), ("cell", True), ("bracket", False), ("bracket", True)])
+def test_a_band_keeps_what_is_near_the_border(rule: str, full: bool) -> None:
+    """Every multiple of 1/32 up to 8, every recorded code, bands from a sixteenth of a slot to a whole one."""
+    grid = [i / 32 for i in range(-256, 257)]
+    for band in (0.0625, 0.25, 0.5, 1.0):
+        kept = released = 0
+        for start in range(0, len(grid), 32):
+            z = grid[start : start + 32]
+            own = [int(c) for c in encode_e2m1(torch.tensor(z))]
+            for recorded in range(16) if full else range(2):
+                every = codes_at_scale_one(z, [recorded] * len(z), rule, full)
+                got = codes_at_scale_one(z, [recorded] * len(z), rule, full, band)
+                for value, mine, chosen, code in zip(z, own, every, got, strict=True):
+                    follows = held(value, mine, chosen, band)
+                    assert code == (chosen if follows else mine), (value, recorded, mine, chosen, code)
+                    kept += follows and mine != chosen
+                    released += not follows
+        assert kept
+        assert released
+
+
+def test_a_whole_slot_is_no_band_for_one_bit() -> None:
+    """The nearer neighbour's border is never a slot away, but beyond the grid."""
+    z = [i / 64 for i in range(-448, 449)]
+    for start in range(0, len(z), 32):
+        for bit in (0, 1):
+            part = z[start : start + 32]
+            assert codes_at_scale_one(part, [bit] * len(part), "cell", band=1.0) == codes_at_scale_one(
+                part, [bit] * len(part), "cell"
+            )
+
+
+def test_noise_of_a_hundredth_of_a_slot_is_mended_in_a_narrow_band_and_drift_is_not() -> None:
+    x = gaussian(64, 1024)
+    record = encode(quantize("nvfp4", x, "row-pow2"), 1.125)
+    values = get_format("nvfp4").dequantize
+    truth = values(quantize("nvfp4", x, "row-pow2"))  # values, since a zero has two codes
+
+    def differ(y: Tensor, band: float | None) -> float:
+        return float((values(decode(record, y, band=band)[0]) != truth).float().mean())
+
+    noisy, moved = (x + size * gaussian(64, 1024, seed=1) for size in (0.002, 0.03))
+    assert differ(noisy, None) < 1e-4
+    assert differ(noisy, 0.06) < 1e-4
+    pinned, free = differ(moved, None), differ(moved, 0.06)
+    assert pinned < 0.2 * free  # held in the old slots; what has moved is seen
+
+
+def test_a_band_of_nothing_is_refused() -> None:
+    x = gaussian(2, 32)
+    with pytest.raises(GuidanceError, match=r"a band must be positive, got 0"):
+        decode(encode(quantize("nvfp4", x), 1.125), x, band=0.0)
 
 
 def test_two_slots_apart_is_invisible() -> None:

@@ -1,5 +1,6 @@
 """Rounding with and without guidance in Triton against `guidance.decode` and `Format.dequantize`, bit for bit."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,8 +43,8 @@ def pair(K: int, dtype: torch.dtype, noise: float) -> tuple[Tensor, Tensor]:
     return x.to(dtype), y.to(dtype)
 
 
-def on_both(y: Tensor, record: CompactGuidance, rule: str, own: Any) -> None:
-    expected = guided_round(y, record, rule, own_encode_scale=own)
+def on_both(y: Tensor, record: CompactGuidance, rule: str, own: Any, band: float | None = None) -> None:
+    expected = guided_round(y, record, rule, own_encode_scale=own, band=band)
     assert record.encode_scale is not None
     got = guided_round_rows(
         y.to(DEVICE),
@@ -54,6 +55,8 @@ def on_both(y: Tensor, record: CompactGuidance, rule: str, own: Any) -> None:
         record.header.bits,
         rule,
         own,
+        band,
+        None if record.fresh is None else record.fresh.to(DEVICE),
     )
     same(got, expected)
 
@@ -68,6 +71,8 @@ def test_guided_rows_equal_the_codec(K: int, dtype: torch.dtype, rule: str, bits
         x, y = pair(K, dtype, noise)
         record = encode(get_format(format).quantize(x, encode_scale=scale), bits, valid=valid)
         on_both(y, record, rule, own)
+        on_both(y, record, rule, own, 0.1)
+        on_both(y, replace(record, fresh=torch.arange(12) % 3 == 0), rule, own, 0.1)
 
 
 @pytest.mark.parametrize("rule", ["cell", "bracket"])
@@ -85,7 +90,8 @@ def test_every_threshold_at_many_scales(bits: float, rule: str) -> None:
     g = torch.Generator().manual_seed(0)
     blocks = get_format("nvfp4").quantize(y, encode_scale=1.0)
     blocks.codes.random_(0, 256, generator=g)  # any recorded bits
-    on_both(y, encode(blocks, bits), rule, "row")
+    for band in (None, 0.125, 0.25, 0.5):
+        on_both(y, encode(blocks, bits), rule, "row", band)
 
 
 def test_every_recorded_scale_at_every_unrounded_scale() -> None:

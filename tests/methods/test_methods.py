@@ -76,6 +76,7 @@ def test_mode(name: str) -> None:
         guided_layers=layers,
         bits=bits,
         rule=rule,
+        band=0.06 if name in ("trace", "trace-all") else None,
         compensation=compensation,
     )
 
@@ -152,6 +153,11 @@ def test_settings_of_the_record() -> None:
     assert (recipe.guided_layers, recipe.bits, recipe.rule) == ((6, 7), 1.0625, "bracket")
     assert get_method("trace").configured(MethodConfig()) == get_method("trace")
     assert get_method("qat").configured(config) == get_method("qat"), "modes that record nothing ignore them"
+    bands = {given: get_method("trace").configured(MethodConfig(band=given)) for given in (None, 0.2, "none")}
+    assert [bands[given].recipe(QuantConfig(), 8).band for given in bands] == [0.06, 0.2, None]
+    for bad in (0, 1.5, "some"):
+        with pytest.raises((ConfigError, ValueError), match="band"):
+            MethodConfig(band=bad)  # type: ignore[arg-type]
     with pytest.raises((ConfigError, ValueError), match=r"method.bits must be one of 4.5, 1.5, .* got 2"):
         MethodConfig(bits=2)
 

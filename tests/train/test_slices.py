@@ -10,8 +10,8 @@ from torch import Tensor
 from tracefp4.formats import QuantizedBlocks, get_format
 from tracefp4.guidance import GuidanceError, decode, encode, pack_rows
 from tracefp4.guidance.store import MemoryStore, SiteRows, TrajectoryGuidance
-from tracefp4.nn import MicroBatch
-from tracefp4.recipe import QuantRecipe
+from tracefp4.nn import GuidanceContext, MicroBatch
+from tracefp4.recipe import QuantRecipe, TrainerForward
 from tracefp4.train.slices import MicroBatchBuilder, RowCounts, padding_metrics, replayed_experts, split_micro_batches
 from tracefp4.types import GuidanceHandle, TrainBatch, Trajectory
 
@@ -138,6 +138,43 @@ def test_every_row_is_the_record_of_its_token(formats: dict) -> None:
                     assert (got[row] == 0).all()
     assert counts.guided == counts.total == 4 + 2 + 3
     check_totals(counts, batch)
+
+
+def test_records_of_older_weights_have_a_band_and_those_of_the_same_have_none() -> None:
+    """Values between the recorded slots and others: the trajectory of this version follows its record, one row of an
+    older version gives the whole trajectory a band, since later rows read its K and V."""
+    recipe, store = replace(RECIPE, band=0.1), MemoryStore()
+    names, tokens = ("old", "new", "mixed"), (5, 6, 7, 8)
+    batch = [trajectory(name, tokens) for name in names]
+    versions = ([3, 3, 3], [4, 4, 4], [3, 4, 4])
+    for t, own in zip(batch, versions, strict=True):
+        record = replace(record_of(tokens, recipe), versions=torch.tensor(own, dtype=torch.int32))
+        t.guidance = store.put(t.request_id, record)
+    mb, _ = build(store, batch, recipe, version=4)
+    context = GuidanceContext(recipe, TrainerForward(activations=True, kv=True, guided=True))
+    for (site, layer), guidance in mb.guidance.items():
+        assert guidance.fresh is not None
+        assert guidance.fresh.view(3, 4)[:, 0].tolist() == [False, True, False]
+        recorded = torch.stack([site_values(site, layer, tokens[i], i) for i in range(3)])
+        moved = 1.4 * recorded  # another slot for most, the border far away
+        x = torch.nn.functional.pad(moved, (0, 0, 0, 1)).repeat(3, 1)
+        with context.armed(mb):
+            y = context.round_site(site, layer, x).view(3, 4, -1)[:, :3]
+        fmt = get_format("nvfp4")
+        assert torch.equal(y[1], fmt.dequantize(quantized(site, recorded, recipe)))
+        for b in (0, 2):
+            held = decode(guidance.select([4 * b, 4 * b + 1, 4 * b + 2]), moved, band=0.1)[0]
+            assert torch.equal(y[b], fmt.dequantize(held))
+            assert (y[b] != y[1]).float().mean() > 0.3
+    assert all(g.fresh is None for g in build(store_of(batch), batch, version=4)[0].guidance.values())
+
+
+def store_of(batch: list[Trajectory]) -> MemoryStore:
+    """Records without a band of the same trajectories."""
+    store = MemoryStore()
+    for t in batch:
+        t.guidance = store.put(t.request_id, record_of(t.token_ids))
+    return store
 
 
 def test_replayed_experts_line_up_and_end_with_the_rows() -> None:

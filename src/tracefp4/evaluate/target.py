@@ -89,7 +89,7 @@ def make_forms(names: Sequence[str], config: RunConfig, num_layers: int) -> list
         method = get_method(_FP4_METHOD if name == FP4 else name).configured(config.method)
         # Recording changes no number of the rollout: only the trainer reads it.
         recipe = method.deployed_recipe(config.quant, num_layers)
-        recipe = replace(recipe, guided_layers=(), bits=1.125, rule="cell")
+        recipe = replace(recipe, guided_layers=(), bits=1.125, rule="cell", band=None)
         forms.append(Form(name, recipe, method.dtype or config.rollout.dtype, method.calibrated))
         for other in forms[:-1]:
             if other.name == name:

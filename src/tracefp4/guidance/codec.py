@@ -151,6 +151,7 @@ def decode(
     rule: str = "cell",
     recipe_hash: str | None = None,
     own_encode_scale: EncodeScale = "row",
+    band: float | None = None,
 ) -> tuple[QuantizedBlocks, Tensor]:
     """The slots the rollout chose, as far as the recorded bits and the trainer's activations tell.
 
@@ -160,13 +161,15 @@ def decode(
     recipe_hash       of the trainer's recipe; None skips the comparison
     own_encode_scale  encode scale of rows without a valid record, which are rounded to nearest: what
                       `Format.quantize` takes, or a float; ignored by MX formats
+    band              a recorded slot counts only where x lies within so much of the border to it, in distances of the
+                      two slots; None: everywhere (see `decode_codes`)
 
     Returns (QuantizedBlocks of x_train's shape, guided bool [N]). The encode scale is the rollout's, [] or
     [..., 1]; rows that are not guided carry their own.
-    Raises GuidanceError for another recipe, another shape or an unknown rule.
+    Raises GuidanceError for another recipe, another shape, an unknown rule or a band that is not positive.
     """
     header = guidance.header
-    check_request(guidance, x_train, rule, recipe_hash)
+    check_request(guidance, x_train, rule, recipe_hash, band)
     fmt = get_format(header.format)
     if guidance.payload.device != x_train.device:
         guidance = guidance.to(x_train.device)
@@ -180,7 +183,7 @@ def decode(
     scales = decode_scales(fmt, x, S, scale_bits, header.layout.scale_bits, choice)
     if header.layout.code_bits:
         full = header.layout.code_bits == fmt.element_bits
-        codes = decode_codes(fmt, x, scales, S, code_bits, full, rule)
+        codes = decode_codes(fmt, x, scales, S, code_bits, full, rule, band, guidance.fresh)
     else:
         codes = fmt.round_with_scales(x, scales, S)
     packed = fmt.pack(codes)
@@ -197,11 +200,15 @@ def decode(
     return blocks, guidance.valid
 
 
-def check_request(guidance: CompactGuidance, x: Tensor, rule: str, recipe_hash: str | None) -> None:
+def check_request(
+    guidance: CompactGuidance, x: Tensor, rule: str, recipe_hash: str | None, band: float | None = None
+) -> None:
     """What `decode` refuses. Raises GuidanceError."""
     header = guidance.header
     if rule not in DECODE_RULES:
         raise GuidanceError(f"unknown decoding rule {rule!r}; valid rules: {', '.join(DECODE_RULES)}")
+    if band is not None and not band > 0:
+        raise GuidanceError(f"a band must be positive, got {band}: give None to follow every record")
     if recipe_hash is not None and recipe_hash != header.recipe_hash:
         raise GuidanceError(
             f"guidance was recorded under recipe {header.recipe_hash!r}, the trainer holds {recipe_hash!r}"
@@ -305,7 +312,15 @@ def _nearest_e8m0(fmt: Mx, amax: Tensor, low_bits: Tensor) -> Tensor:
 
 
 def decode_codes(
-    fmt: Format, x: Tensor, scales: Tensor, S: Tensor | None, bits: Tensor, full: bool, rule: str
+    fmt: Format,
+    x: Tensor,
+    scales: Tensor,
+    S: Tensor | None,
+    bits: Tensor,
+    full: bool,
+    rule: str,
+    band: float | None = None,
+    fresh: Tensor | None = None,
 ) -> Tensor:
     """Codes uint8 [N, K] from the recorded bits uint8 [N, K] (mantissa bits; whole codes when `full`).
 
@@ -320,11 +335,18 @@ def decode_codes(
     Beyond 6 a 0 bit therefore means 4. Signs, that of a chosen zero included, are those of z. Blocks whose
     scale byte is an E4M3 zero have the value 0 whatever the code: they get the format's own code (or the
     recorded whole code under "cell"). z = NaN counts as the format's own code of NaN and never raises.
+
+    band: the own code stands unless the chosen one is the next slot and z lies within `band` times the distance of the
+    two grid values of their middle. Two copies of one activation differ by far less than a slot, so what a narrow band
+    gives up is what has moved since: the trainer's weights are newer than the rollout's (docs/decisions/0008). Rows
+    that are `fresh`, bool [N], have no band.
     """
-    if full and rule == "cell":
+    if full and rule == "cell" and band is None:
         return bits
     own = fmt.round_with_scales(x, scales, S)
     sign_bit = _code_count(fmt)
+    if full and rule == "cell":
+        return _within_band(fmt, fmt.scaled(x, scales, S), own, bits, cast(float, band), fresh)
     magnitude, sign = own & (sign_bit - 1), own & sign_bit
     z = fmt.scaled(x, scales, S).abs()
     if rule == "cell":
@@ -342,8 +364,32 @@ def decode_codes(
             chosen = lower + (rollout > lower.to(torch.int8)).to(torch.uint8)
         else:
             chosen = torch.where((lower & 1) == bits, lower, lower + 1)
+    if band is not None:
+        chosen = _within_band(fmt, z, magnitude, chosen, band, fresh)
     codes = chosen | sign
     if fmt.scale_kind == "e4m3":
         empty = (scales == 0).repeat_interleave(fmt.block_size, dim=-1)
         codes = torch.where(empty, own, codes)
     return codes
+
+
+def _within_band(fmt: Format, z: Tensor, own: Tensor, chosen: Tensor, band: float, fresh: Tensor | None) -> Tensor:
+    """`chosen` where it is the slot next to `own` or `own` itself and z is near their border, else `own`; uint8 codes.
+    `chosen` everywhere in fresh rows.
+
+    A zero has one slot, so codes of another sign are next to each other only across it. NaN keeps what was chosen.
+    """
+    a, b = (_slots(fmt, codes) for codes in (own, chosen))
+    values = _magnitudes(fmt, z.device)
+    va, vb = (torch.copysign(values[n.abs().long()], n.float()) for n in (a, b))
+    far = (z - (va + vb) / 2).abs() > band * (va - vb).abs()
+    given_up = (a != b) & (far | ((a - b).abs() > 1))
+    if fresh is not None:
+        given_up &= ~fresh[:, None]
+    return torch.where(given_up, own, chosen)
+
+
+def _slots(fmt: Format, codes: Tensor) -> Tensor:
+    """Signed places int16 of codes along the grid; both zeros are 0."""
+    magnitude = (codes & (_code_count(fmt) - 1)).short()
+    return torch.where((codes & _code_count(fmt)) != 0, -magnitude, magnitude)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -56,13 +56,16 @@ class MethodConfig(StrictModel):
     """name: a mode, see ``tracefp4 methods``; "NAME@FORMATS" runs it in other formats (``list_presets``).
 
     layers, bits, rule: of the record, in place of the guided mode's own (bits: of the NVFP4 record; MX takes its
-    counterpart, see ``Guidance``). Modes that record nothing ignore them. compensation: of the modes that have one.
+    counterpart, see ``Guidance``). band: a record of older weights than the trainer's counts only within so many slots
+    of a rounding border, so that it does not hold back what the weights have learned since; "none": everywhere. Modes
+    that record nothing ignore these. compensation: of the modes that have one.
     """
 
     name: str = "trace"
     layers: Literal["all", "deeper-half", "deeper-quarter", "deeper-eighth"] | None = None
     bits: float | None = None
     rule: Literal["cell", "bracket"] | None = None
+    band: Annotated[float, Field(gt=0, le=1)] | Literal["none"] | None = None
     compensation: CompensationConfig = CompensationConfig()
 
     @field_validator("bits")
@@ -79,11 +82,12 @@ _BITS = (4.5, 1.5, 1.125, 1.0625, 0.5, 0.125)
 @dataclass(frozen=True)
 class Guidance:
     """What a guided mode records: layers ("all", "deeper-half", "-quarter" or "-eighth"), bits per NVFP4 value (.5 and
-    .125: scales only), decoding rule."""
+    .125: scales only), decoding rule, and the band that the rule holds in (None: everywhere)."""
 
     layers: str
     bits: float
     rule: str
+    band: float | None = None
 
     def bits_for(self, formats: list[str]) -> float:
         """Bits of the same kind of record in these formats: MX blocks hold 32 values, and one low scale bit is enough.
@@ -150,6 +154,7 @@ class Method:
             guided_layers=resolve_guided_layers(g.layers if g else "none", num_layers),
             bits=g.bits_for(recorded) if g else 1.125,
             rule=g.rule if g else "cell",
+            band=g.band if g else None,
             compensation=self.compensation,
         )
 
@@ -168,8 +173,10 @@ class Method:
         """This mode with the settings of ``config`` that concern it."""
         guidance, compensation = self.guidance, self.compensation
         if guidance is not None:
-            given = {key: getattr(config, key) for key in ("layers", "bits", "rule")}
+            given = {key: getattr(config, key) for key in ("layers", "bits", "rule", "band")}
             guidance = replace(guidance, **{key: value for key, value in given.items() if value is not None})
+            if config.band == "none":
+                guidance = replace(guidance, band=None)
         if compensation is not None:
             c = config.compensation
             compensation = replace(compensation, select=c.select, share=c.share)

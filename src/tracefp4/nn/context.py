@@ -114,16 +114,19 @@ class GuidanceContext:
             probed = mb.probed(site)
             used = None if guidance is None else guidance.select(probed)
             rows, applied = x_NK.detach()[probed], self.quantizes(site)
-            self.observer.observe(site, layer, rows, mb.probe[site, layer], used, own, self.recipe.rule, applied)
+            self.observer.observe(
+                site, layer, rows, mb.probe[site, layer], used, own, self.recipe.rule, applied, self.recipe.band
+            )
         if not self.quantizes(site):
             return x_NK
         if guidance is None:
             return fake_quantize(x_NK, name, own, self.backend, clipped=self.forward.clipped)
-        rule = self.recipe.rule
+        rule, band = self.recipe.rule, self.recipe.band
         if mb is not None and mb.decoded is not None:
-            guidance, rule = self._decoded_once(mb.decoded, (site, layer), guidance, x_NK.detach()), "cell"
+            guidance = self._decoded_once(mb.decoded, (site, layer), guidance, x_NK.detach())
+            rule, band = "cell", None
         clipped = self.forward.clipped
-        return guided_round(x_NK, guidance, rule, self._recipe_hash, own, self.backend, clipped=clipped)
+        return guided_round(x_NK, guidance, rule, self._recipe_hash, own, self.backend, clipped=clipped, band=band)
 
     def _decoded_once(
         self,
@@ -135,7 +138,7 @@ class GuidanceContext:
         """Full codes of the first decoding at a site; rows without a record stay invalid and round to nearest."""
         if where not in held:
             own = self.recipe.site_encode_scale(where[0])
-            chosen, guided = decode(guidance, x_NK, self.recipe.rule, self._recipe_hash, own)
+            chosen, guided = decode(guidance, x_NK, self.recipe.rule, self._recipe_hash, own, self.recipe.band)
             held[where] = encode(chosen, full_bits(chosen.format), self._recipe_hash, guided)
         return held[where]
 

@@ -45,6 +45,7 @@ class SiteObserver:
         own_encode_scale: str | float | None,
         rule: str,
         applied: bool = True,
+        band: float | None = None,
     ) -> None:
         """x f32/bf16 [n, K]: the trainer's values; rollout: full-width record of the same rows; used: the compact
         record the forward rounds by (None: nearest); applied: whether the forward rounds here at all, without which
@@ -59,7 +60,7 @@ class SiteObserver:
         own = fmt.quantize(x, encode_scale=own_encode_scale)
         after = own
         if used is not None:
-            after, _ = decode(used.select(rows), x, rule, own_encode_scale=own_encode_scale)
+            after, _ = decode(used.select(rows), x, rule, own_encode_scale=own_encode_scale, band=band)
         s = self._sums[site, layer]
         s["values"] += x.numel()
         s["blocks"] += truth.scales.numel()

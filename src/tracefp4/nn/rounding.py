@@ -108,6 +108,7 @@ def guided_round(
     backend: str = AUTO,
     *,
     clipped: bool = False,
+    band: float | None = None,
 ) -> Tensor:
     """Round the trainer's activations to the slots the rollout picked (TRACE, arXiv 2610.07767).
 
@@ -120,16 +121,16 @@ def guided_round(
     kernel = uses_kernel(backend, guidance.header.format, x) and _own(own_encode_scale)
 
     def blocks_of(values: Tensor) -> QuantizedBlocks:
-        return decode(guidance, values, rule, recipe_hash, own_encode_scale)[0]
+        return decode(guidance, values, rule, recipe_hash, own_encode_scale, band)[0]
 
     def by_kernel(values: Tensor) -> Tensor:
-        check_request(guidance, values, rule, recipe_hash)
+        check_request(guidance, values, rule, recipe_hash, band)
         here = guidance if guidance.payload.device == values.device else guidance.to(values.device, non_blocking=True)
         assert here.encode_scale is not None
         own: OwnScale = own_encode_scale  # type: ignore[assignment]  # `_own` has seen it
         header, rows = here.header, _rows(values)
         scale = here.encode_scale.to(values.device)
-        args = (here.payload.contiguous(), scale, here.valid, header.format, header.bits, rule, own)
+        args = (here.payload.contiguous(), scale, here.valid, header.format, header.bits, rule, own, band, here.fresh)
         return guided_round_rows(rows, *args).view(values.shape)
 
     if kernel and not clipped:

@@ -210,6 +210,12 @@ _PTQ = Experiment(
     ),
 )
 
+_PINNED = (Arm("trace-all", "trace-all no band", ("method.band=none",)),)
+_STALE_NOTE = (
+    "'trace-all no band' follows every record wherever the trainer's value lies, as published; trace-all follows those "
+    "of older weights only near a rounding border."
+)
+
 _STALENESS = Experiment(
     "staleness",
     "rollouts that are 0 to 3 policy versions old",
@@ -217,8 +223,9 @@ _STALENESS = Experiment(
         Table(
             f"lag-{lag}",
             f"Rollouts {lag} version{'s' if lag > 1 else ''} old" if lag else "Rollouts of the newest policy",
-            _arms("bf16 naive qat trace-all"),
+            (*_arms("bf16 naive qat trace-all"), *(_PINNED if lag else ())),
             (*_DECOUPLED, f"run.lag={lag}") if lag else _DECOUPLED,
+            note=_STALE_NOTE if lag else "",
         )
         for lag in range(4)
     ),

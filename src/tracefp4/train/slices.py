@@ -123,9 +123,11 @@ def assemble(
     widths: dict[str, int],
     T: int,
     device: torch.device | str = "cpu",
+    fresh: Sequence[bool] | None = None,
 ) -> dict[tuple[str, int], CompactGuidance]:
     """Records of B trajectories laid out as one record of B * T rows per site and layer; gaps are invalid.
 
+    fresh: of each trajectory, whether its rows follow their record outside of the recipe's band; None without a band.
     They reach the device packed, one copy per site; the forward decodes them there.
     """
     B = len(records)
@@ -134,6 +136,7 @@ def assemble(
         if mask is not None:
             valid[b, : len(mask)] = mask
     valid_N = to_device(valid.view(-1), device)
+    fresh_N = None if fresh is None else to_device(torch.tensor(fresh).repeat_interleave(T), device)
     out: dict[tuple[str, int], CompactGuidance] = {}
     for site, width in widths.items():
         name = recipe.site_format(site)
@@ -157,7 +160,7 @@ def assemble(
         header = GuidanceHeader(recipe.hash, name, own_bits, (B * T, width), get_format(name).block_size)
         for i, layer in enumerate(layers):
             row_scale = static if scale is None else scale[i].view(B * T, 1)
-            out[site, layer] = CompactGuidance(header, payload[i].view(B * T, -1), row_scale, valid_N)
+            out[site, layer] = CompactGuidance(header, payload[i].view(B * T, -1), row_scale, valid_N, fresh_N)
     return out
 
 
@@ -261,8 +264,12 @@ class MicroBatchBuilder:
             there = [m for m in usable if m is not None]
             counts.guided += int(torch.cat(there).sum()) if there else 0
             layers = self.recipe.guided_layers
-            device = batch.input_ids.device
-            mb.guidance = assemble(records, usable, self.recipe, self.recipe.bits, layers, self.widths, T, device)
+            fresh = None
+            if self.recipe.band is not None:  # a row reads K and V of the rows before it: all must be of this version
+                fresh = [r is not None and bool((r.versions == version).all()) for r in records]
+            mb.guidance = assemble(
+                records, usable, self.recipe, self.recipe.bits, layers, self.widths, T, batch.input_ids.device, fresh
+            )
         self._add_probe(mb, batch, T)
         return mb
 

@@ -155,7 +155,9 @@ class _LayerView:
             mb, forward = board.context.current, board.context.forward
             used = mb.guidance.get((site, layer)) if mb is not None and forward.guided else None
             applied = board.context.quantizes(site)
-            board.observer.observe(site, layer, x_NK, record, used, own_scale, self.recipe.rule, applied)
+            board.observer.observe(
+                site, layer, x_NK, record, used, own_scale, self.recipe.rule, applied, self.recipe.band
+            )
         codes, scales = self._states(site, layer)
         out = _mixed(x_NK, method, nearest, truth, codes, scales)
         prompt_state = board.switches.state("prompt_rows", OUTSIDE)
@@ -183,7 +185,7 @@ class _LayerView:
         guidance = mb.guidance.get((site, layer)) if mb is not None and context.forward.guided else None
         if guidance is None:
             return nearest, nearest
-        blocks, _ = decode(guidance, x, self.recipe.rule, self.recipe.hash, own)
+        blocks, _ = decode(guidance, x, self.recipe.rule, self.recipe.hash, own, self.recipe.band)
         return blocks, nearest
 
 
