@@ -28,7 +28,6 @@ from tracefp4.kernels.grouped_experts import ExpertMatrices, PackedExperts, rout
 from tracefp4.kernels.paged_attention import paged_decode
 from tracefp4.kernels.quantize_record import RecordTarget, quantize_record
 from tracefp4.recipe import QuantRecipe, quantize_expert_weights
-from tracefp4.rollout.compensation import ResidualCompensation
 from tracefp4.rollout.emulated import emulated_experts, emulates_experts, fuses_record, record_rows
 from tracefp4.rollout.model import PARTS, Experts, Layer, ModelShape, RolloutModel
 from tracefp4.rollout.paged_pool import PagedPool
@@ -98,9 +97,7 @@ class KernelModel(RolloutModel):
     def __init__(
         self, shape: ModelShape, recipe: QuantRecipe, dtype: torch.dtype, device: str, backend: str = "triton"
     ) -> None:
-        super().__init__(shape, recipe, dtype, device)
-        self.backend = backend
-        self.compensation = ResidualCompensation.of(recipe, backend)
+        super().__init__(shape, recipe, dtype, device, backend)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """As ``RolloutModel.load``, without a second copy of all weights: checks everything, then writes in place."""

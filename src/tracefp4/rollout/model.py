@@ -171,17 +171,19 @@ PARTS = ("gate_up", "down")
 
 
 class RolloutModel:
-    """Weights in the form the engine reads, and one forward step over them."""
+    """Weights in the form the engine reads, and one forward step over them. backend: what a subclass has, or "torch"."""
 
-    def __init__(self, shape: ModelShape, recipe: QuantRecipe, dtype: torch.dtype, device: str) -> None:
-        self.shape, self.recipe, self.dtype, self.device = shape, recipe, dtype, device
+    def __init__(
+        self, shape: ModelShape, recipe: QuantRecipe, dtype: torch.dtype, device: str, backend: str = "torch"
+    ) -> None:
+        self.shape, self.recipe, self.dtype, self.device, self.backend = shape, recipe, dtype, device, backend
         half = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
         angles = torch.arange(shape.max_positions, dtype=torch.float32)[:, None] * (1.0 / shape.rope_theta**half)
         self._cos, self._sin = angles.cos().to(device), angles.sin().to(device)
         self._layers: list[Layer] = []
         self._embed = self._norm = self._head = torch.empty(0)
         self.broken = False
-        self.compensation = ResidualCompensation.of(recipe)
+        self.compensation = ResidualCompensation.of(recipe, backend)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Takes all weights under their transformers names and quantizes the experts.
