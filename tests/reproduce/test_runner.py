@@ -252,11 +252,38 @@ def test_a_warm_start_that_fails_holds_back_its_own_runs(
     assert not any("layers-6/bf16" in line for line in lines)
 
 
-def test_refused_settings_end_all(made_up: MakeUp) -> None:
-    plan = made_up(sources={"qat": REFUSED}, pause=0.2, seeds=(0,))
-    with pytest.raises(CompareError, match=r"dynamics/qat, seed 0 was refused: error: train\.lr must be positive"):
-        run(plan)
-    assert not plan.specs[0].trained
+def test_a_refused_row_is_left_out_and_the_rest_goes_on(made_up: MakeUp) -> None:
+    plan = made_up(sources={"qat": REFUSED}, seeds=(0, 1))
+    lines, outcome = run(plan, jobs=1)
+    why = "was refused: error: train.lr must be positive"
+    assert outcome.failed == {"dynamics/qat, seed 0": why}  # type: ignore[attr-defined]
+    assert f"dynamics/qat, seed 0: {why}" in lines
+    assert [spec.done for spec in plan.specs] == [spec.arm.name != "qat" for spec in plan.specs]
+
+
+def test_settings_that_all_rows_refuse_end_all(made_up: MakeUp) -> None:
+    plan = made_up(sources=dict.fromkeys(("bf16", "qat", "trace"), REFUSED), seeds=(0,))
+    with pytest.raises(CompareError, match=r"dynamics/bf16, seed 0: was refused: error: train\.lr must be positive"):
+        run(plan, jobs=1)
+
+
+def test_out_of_memory_beside_others_fewer_run_at_once(made_up: MakeUp, tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    once = (
+        f"import pathlib; flag = pathlib.Path({str(flag)!r})\n"
+        "if not flag.exists():\n"
+        "    flag.touch(); print('torch.OutOfMemoryError: CUDA out of memory. Tried'); raise SystemExit(1)\n"
+    )
+    plan = made_up(sources={"qat": once + RUN}, pause=0.05, seeds=(0, 1))
+    lines, outcome = run(plan, jobs=3)
+    assert plan.complete
+    assert outcome.failed == {}  # type: ignore[attr-defined]
+    told = "out of memory beside 2 others; from here on at most 2 at once, it goes on later"
+    assert any(line.endswith(told) and line.startswith("dynamics/qat") for line in lines)
+    alone = "print('torch.OutOfMemoryError: CUDA out of memory. Tried'); raise SystemExit(1)"
+    plan = made_up(sources={"qat": alone}, seeds=(0,), folder="alone")
+    _, outcome = run(plan, jobs=1)
+    assert list(outcome.failed) == ["dynamics/qat, seed 0"]  # type: ignore[attr-defined]
 
 
 def test_ctrl_c_saves_all_states(made_up: MakeUp) -> None:

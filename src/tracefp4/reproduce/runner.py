@@ -40,13 +40,16 @@ Say = Callable[[str], None]
 
 _DIVERGED = re.compile(r"error: (the run diverged in step (\d+): .*)")
 _STOPPED_BY_WATCH = 3
+_NO_MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory|CUBLAS_STATUS_ALLOC_FAILED")
 
 
 @dataclass
 class Outcome:
-    """What one invocation came to. failed: runs whose process failed otherwise than by diverging, with the reason."""
+    """What one invocation came to. failed: runs whose process failed otherwise than by diverging, with the reason;
+    refused: those of them whose settings were."""
 
     in_time: bool = True
+    refused: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
 
 
@@ -75,7 +78,7 @@ def run_plan(plan: Plan, limits: Limits, say: Say) -> Outcome:
     """Makes the warm starts and runs what is left; a run begins once its start is there.
 
     Raises:
-        CompareError: a run refused its settings, as all others would.
+        CompareError: runs refused their settings, and no other one has trained.
         signals.Stopped: after a signal has ended all processes, their states saved.
     """
     outcome, clock = Outcome(), _Clock(plan, limits.jobs)
@@ -84,6 +87,8 @@ def run_plan(plan: Plan, limits: Limits, say: Say) -> Outcome:
             _run_all(plan, limits, outcome, say, clock)
     finally:
         clock.end()
+    if outcome.refused and not any(spec.trained for spec in plan.specs if spec.trains):
+        raise CompareError(f"{outcome.refused[0]}: {outcome.failed[outcome.refused[0]]}")
     return outcome
 
 
@@ -160,10 +165,12 @@ class _Job:
 
 @dataclass
 class _Queue:
-    """What waits: warm starts that no folder holds yet, then runs in the order of the plan."""
+    """What waits: warm starts that no folder holds yet, then runs in the order of the plan. most: runs at once, where
+    the device's memory has shown that it does not hold as many as there are places."""
 
     starts: list[Path]
     specs: list[Spec]
+    most: int
 
     def __bool__(self) -> bool:
         return bool(self.starts or self.specs)
@@ -172,7 +179,7 @@ class _Queue:
 def _run_all(plan: Plan, limits: Limits, outcome: Outcome, say: Say, clock: _Clock) -> None:
     specs = [spec for spec in plan.specs if not spec.done]
     needed = dict.fromkeys(spec.start for spec in specs if spec.needs_start and not start_made(spec.start))
-    queue = _Queue(list(needed), specs)
+    queue = _Queue(list(needed), specs, limits.jobs)
     environment = child_environment(max(1, usable_cores() // limits.jobs))
     running: list[_Job] = []
     places, told = Places(limits.jobs, limits.places, visible_gpus() if plan.device == "cuda" else []), ""
@@ -198,7 +205,7 @@ def _run_all(plan: Plan, limits: Limits, outcome: Outcome, say: Say, clock: _Clo
                 if job.spec is None:
                     _start_ended(job, code, queue, outcome, say)
                 else:
-                    _ended(job.spec, job.child, code, outcome, say)
+                    _ended(job.spec, job.child, code, queue, len(running), outcome, say)
     finally:
         end_children([job.child for job in running], GRACE_SECONDS)
         for job in running:
@@ -241,7 +248,7 @@ def _begin_runs(
 ) -> str:
     """Begins runs as long as there are places. Returns what another command holds that this one waits for."""
     elsewhere: dict[str, str] = {}
-    while spec := _next(queue.specs, running, plan, limits, outcome, elsewhere):
+    while len(running) < queue.most and (spec := _next(queue.specs, running, plan, limits, outcome, elsewhere)):
         if (hold := places.hold(run_key(spec))) is None:
             elsewhere[spec.config] = spec.name
             continue
@@ -309,10 +316,7 @@ def _next(
         if spec.needs_start and (spec.start in starting or not start_made(spec.start)):
             continue
         if not spec.trains and not spec.trained:
-            source = next((s for s in plan.specs if s.run_dir == spec.policy_dir), None)
-            pending = source in waiting or any(job.spec is source for job in running)
-            if pending or source is None or source.failed:
-                continue
+            continue  # the policy that it evaluates is still to come, or has failed
         expected = expected_seconds(spec, plan)
         if limits.whole and expected is not None and expected + _evaluation_seconds(spec, plan) > limits.left:
             outcome.in_time = False
@@ -332,8 +336,12 @@ def _started(spec: Spec, environment: dict[str, str], place: Place, hold: Hold, 
     return _Job(child, spec, spec.start, place, hold)
 
 
-def _ended(spec: Spec, child: Child, code: int, outcome: Outcome, say: Say) -> None:
-    """Takes note of how a run's process ended."""
+def _ended(spec: Spec, child: Child, code: int, queue: _Queue, others: int, outcome: Outcome, say: Say) -> None:
+    """Takes note of how a run's process ended. others: how many of this command's are still under way.
+
+    Where the device's memory gave out beside others, fewer run at once from here on, and the run goes on later. A row
+    whose settings are refused is left out; the rest goes on.
+    """
     tail = child.tail()
     diverged = _DIVERGED.search("\n".join(tail))
     if code == 0 and spec.trained and _evaluation_complete(spec):
@@ -346,8 +354,16 @@ def _ended(spec: Spec, child: Child, code: int, outcome: Outcome, say: Say) -> N
         step = int(diverged[2]) if diverged else child.steps_done()
         write_json_atomic(spec.failure, {"step": step, "reason": why})
         say(f"{spec.name}: {why}")
-    elif code == TracefpError.exit_code:  # settings: every other run of the arm would end so too
-        raise CompareError(f"{spec.name} was refused: {' '.join(tail[-1:])}")
+    elif code == TracefpError.exit_code:  # settings: every other run of the row would end so too
+        queue.specs[:] = [s for s in queue.specs if (s.table, s.arm) != (spec.table, spec.arm)]
+        outcome.failed[spec.name] = f"was refused: {' '.join(tail[-1:])}"
+        outcome.refused.append(spec.name)
+        say(f"{spec.name}: {outcome.failed[spec.name]}")
+    elif others and _NO_MEMORY.search("\n".join(tail)):
+        queue.most = others
+        queue.specs.append(spec)
+        fewer = f"from here on at most {others} at once, it goes on later"
+        say(f"{spec.name}: out of memory beside {others} others; {fewer}")
     else:
         outcome.failed[spec.name] = f"ended with exit code {code}; its log is {child.log_path}"
         for line in tail[-5:]:

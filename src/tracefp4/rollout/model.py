@@ -171,7 +171,10 @@ PARTS = ("gate_up", "down")
 
 
 class RolloutModel:
-    """Weights in the form the engine reads, and one forward step over them. backend: what a subclass has, or "torch"."""
+    """Weights in the form the engine reads, and one forward step over them.
+
+    backend: "torch", or what a subclass runs on.
+    """
 
     def __init__(
         self, shape: ModelShape, recipe: QuantRecipe, dtype: torch.dtype, device: str, backend: str = "torch"
