@@ -230,6 +230,16 @@ def test_a_crash_ends_one_run_and_is_tried_again(made_up: MakeUp) -> None:
     assert plan.complete
 
 
+@pytest.mark.parametrize("source", [REFUSED, CRASHED])
+def test_an_evaluation_whose_policy_failed_is_left_out(made_up: MakeUp, source: str) -> None:
+    plan = made_up(sources={"bf16": source}, experiment="ptq", modes=("bf16", "ptq:nvfp4", "qat"), seeds=(0,))
+    lines, outcome = run(plan, jobs=2)
+    assert list(outcome.failed) == ["ptq/bf16, seed 0"]  # type: ignore[attr-defined]
+    assert outcome.in_time  # type: ignore[attr-defined]
+    assert not any(line.startswith("ptq/ptq:nvfp4") for line in lines)
+    assert [spec.done for spec in plan.specs] == [False, False, True]
+
+
 def test_a_warm_start_that_fails_holds_back_its_own_runs(
     made_up: MakeUp, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -196,7 +196,9 @@ def _run_all(plan: Plan, limits: Limits, outcome: Outcome, say: Say, clock: _Clo
                 say(f"waits for {waits}")
             told = waits if not running else ""
             if limits.left <= 0 or not (running or waits):
-                outcome.in_time = outcome.in_time and not (running or queue)
+                # An evaluation whose policy failed is not late.
+                late = running or queue.starts or any(spec.trains or spec.trained for spec in queue.specs)
+                outcome.in_time = outcome.in_time and not late
                 return
             time.sleep(POLL_SECONDS)
             clock.tick()
