@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from tracefp4.config import resolved
+from tracefp4.errors import TracefpError
 from tracefp4.evaluate import EvalRequest, evaluate
 from tracefp4.formats import get_format
 from tracefp4.loop import RunConfig, TrainingRun, run_training
+from tracefp4.loop.api import check_resumable
 from tracefp4.loop.posttraining import calibrate, expert_weights, hscale_expert_weights, quantize_calibrated
 from tracefp4.recipe import quantize_expert_weights
 
@@ -129,6 +132,22 @@ def test_a_lagging_run_resumes_byte_for_byte(tmp_path: Path) -> None:
     run_training(config, tmp_path / "broken", resume=True)
     whole, broken = ((tmp_path / name / "metrics.jsonl").read_bytes() for name in ("whole", "broken"))
     assert whole == broken
+
+
+@pytest.mark.parametrize(
+    ("method", "lag", "refused"), [("trace-all", 1, True), ("trace-all", 0, False), ("qat", 1, False)]
+)
+def test_a_run_from_before_bands_does_not_go_on_with_one(method: str, lag: int, refused: bool, tmp_path: Path) -> None:
+    now = small(method, run={"lag": lag})
+    before = resolved(now)
+    del before["method"]["band"]
+    (tmp_path / "config.json").write_text(json.dumps(before))
+    (tmp_path / "final.json").write_text(json.dumps({"steps": 4}))
+    if refused:
+        with pytest.raises(TracefpError, match=r"method\.band = 'none', the recipe now says None"):
+            check_resumable(now, tmp_path)
+        now = now.model_copy(update={"method": now.method.model_copy(update={"band": "none"})})
+    check_resumable(now, tmp_path)
 
 
 def test_lag_zero_is_the_plain_run(tmp_path: Path) -> None:

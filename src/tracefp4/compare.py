@@ -224,6 +224,8 @@ class Child:
     started: float = 0.0
     seconds: float = 0.0
     log: IO[bytes] | None = field(default=None, repr=False)
+    earlier: int = 0
+    """Bytes that its log held before it began."""
     log_name: str = LOG
     gpu: str | None = None
     """The one GPU that it is to see; None for all of them."""
@@ -241,6 +243,7 @@ class Child:
         with storage_errors(str(self.log_path)):
             self.folder.mkdir(parents=True, exist_ok=True)
             log = open(self.log_path, "ab" if self.append else "wb")  # noqa: SIM115
+            self.earlier = log.seek(0, os.SEEK_END)
         self.started = time.monotonic()
         with log:
             self.process = subprocess.Popen(
@@ -283,8 +286,8 @@ class Child:
         return None
 
     def tail(self) -> list[str]:
-        """The last lines of its log."""
-        lines = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+        """The last lines of its log, of this process alone."""
+        lines = self.log_path.read_bytes()[self.earlier :].decode("utf-8", "replace").splitlines()
         return [line for line in lines if line.strip()][-TAIL_LINES:]
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -186,6 +187,26 @@ def test_decoding_once_keeps_the_first_forwards_slots() -> None:
         assert torch.equal(later[~valid], fresh_moved[~valid])
         assert not torch.equal(fresh_moved[valid], first[valid])
     assert set(once.decoded) == {("expert_input", 1), ("key", 1)}
+
+
+def test_decoding_once_keeps_what_a_band_gave_up() -> None:
+    """The band holds in the first forward; its slots stand in the later ones, wherever the values are by then."""
+    banded = prepared(TRACE)[1]
+    banded.recipe = replace(banded.recipe, band=0.06)
+    plain = prepared(TRACE)[1]
+    once, anew = micro_batch(1), micro_batch(1)
+    once.decoded = {}
+    valid = once.guidance["expert_input", 1].valid
+    x, moved = (torch.randn(ROWS, 64, generator=torch.Generator().manual_seed(seed)) for seed in (5, 6))
+    with banded.armed(anew):
+        expected = banded.round_site("expert_input", 1, x)
+    with plain.armed(anew):
+        everywhere = plain.round_site("expert_input", 1, x)
+    with banded.armed(once):
+        first, later = (banded.round_site("expert_input", 1, v) for v in (x, moved))
+    assert torch.equal(first, expected)
+    assert torch.equal(later[valid], first[valid])
+    assert (first != everywhere)[valid].any()
 
 
 def test_decoding_once_passes_the_gradient_straight_through() -> None:

@@ -230,6 +230,16 @@ def test_a_crash_ends_one_run_and_is_tried_again(made_up: MakeUp) -> None:
     assert plan.complete
 
 
+@pytest.mark.parametrize("source", [REFUSED, CRASHED])
+def test_an_evaluation_whose_policy_failed_is_left_out(made_up: MakeUp, source: str) -> None:
+    plan = made_up(sources={"bf16": source}, experiment="ptq", modes=("bf16", "ptq:nvfp4", "qat"), seeds=(0,))
+    lines, outcome = run(plan, jobs=2)
+    assert list(outcome.failed) == ["ptq/bf16, seed 0"]  # type: ignore[attr-defined]
+    assert outcome.in_time  # type: ignore[attr-defined]
+    assert not any(line.startswith("ptq/ptq:nvfp4") for line in lines)
+    assert [spec.done for spec in plan.specs] == [False, False, True]
+
+
 def test_a_warm_start_that_fails_holds_back_its_own_runs(
     made_up: MakeUp, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -265,6 +275,28 @@ def test_settings_that_all_rows_refuse_end_all(made_up: MakeUp) -> None:
     plan = made_up(sources=dict.fromkeys(("bf16", "qat", "trace"), REFUSED), seeds=(0,))
     with pytest.raises(CompareError, match=r"dynamics/bf16, seed 0: was refused: error: train\.lr must be positive"):
         run(plan, jobs=1)
+
+
+def test_a_refused_row_costs_no_row_that_time_has_stopped(made_up: MakeUp) -> None:
+    plan = made_up(sources={"qat": REFUSED}, steps=400, pause=0.1, modes=("bf16", "qat"), seeds=(0,))
+    _, outcome = run(plan, seconds=4.0)  # bf16 is under way: its tables are written
+    assert list(outcome.failed) == ["dynamics/qat, seed 0"]  # type: ignore[attr-defined]
+    assert not outcome.in_time  # type: ignore[attr-defined]
+    assert not plan.specs[0].trained
+
+
+@pytest.mark.parametrize(
+    "said", ["torch.AcceleratorError: CUDA error: out of memory", "RuntimeError: Triton Error [CUDA]: out of memory"]
+)
+def test_memory_that_gives_out_below_torch_is_known_and_an_earlier_one_forgotten(made_up: MakeUp, said: str) -> None:
+    again = f"print({said!r}); raise SystemExit(1)"
+    plan = made_up(sources={"trace": again}, pause=0.05, seeds=(0,))
+    lines, outcome = run(plan, jobs=3)
+    assert sum("out of memory beside" in line for line in lines) >= 1
+    assert list(outcome.failed) == ["dynamics/trace, seed 0"], "alone it fails for good"  # type: ignore[attr-defined]
+    beside = made_up(sources={"trace": CRASHED}, pause=0.05, seeds=(0, 1))
+    lines, _ = run(beside, jobs=3)
+    assert not any("out of memory beside" in line for line in lines)
 
 
 def test_out_of_memory_beside_others_fewer_run_at_once(made_up: MakeUp, tmp_path: Path) -> None:

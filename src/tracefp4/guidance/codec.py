@@ -377,7 +377,7 @@ def _within_band(fmt: Format, z: Tensor, own: Tensor, chosen: Tensor, band: floa
     """`chosen` where it is the slot next to `own` or `own` itself and z is near their border, else `own`; uint8 codes.
     `chosen` everywhere in fresh rows.
 
-    A zero has one slot, so codes of another sign are next to each other only across it. NaN keeps what was chosen.
+    A zero has one slot, so codes of another sign are next to each other only across it. NaN lies near every border.
     """
     a, b = (_slots(fmt, codes) for codes in (own, chosen))
     values = _magnitudes(fmt, z.device)

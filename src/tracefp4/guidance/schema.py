@@ -182,8 +182,9 @@ class CompactGuidance:
     payload       uint8 [rows, row_bytes], the planes described at the top of this file
     encode_scale  f32 [] (static), f32 [rows, 1] (per row) or None (MX formats): the rollout's S
     valid         bool [rows]; False where the rollout has no usable row (the trainer rounds that row itself)
-    fresh         bool [rows], or None for nowhere: rows recorded under the weights that read them, which follow their
-                  record outside of a `band` too. The trainer sets it; it is not part of the stored bytes
+    fresh         bool [rows], or None for nowhere: rows recorded under the trainer's own policy version (all updates of
+                  a step have one), which follow their record outside of a `band` too. The trainer sets it; it is not
+                  part of the stored bytes
 
     Example: 3 tokens of hidden 2048 in nvfp4 at 1.125 bits: payload uint8 [3, 288], per row 256 bytes of
     mantissa bits, 16 bytes of scale bit 0 and 16 bytes of scale bit 1.

@@ -21,6 +21,7 @@ from tracefp4.guidance.disk import GuidanceStoreConfig
 from tracefp4.loop.config import RunConfig
 from tracefp4.loop.parts import Parts, preflight
 from tracefp4.loop.training import TrainingRun, response_samples
+from tracefp4.methods import get_method
 from tracefp4.report import RunLogger, StepLog, progress, read_jsonl, write_json_atomic
 from tracefp4.report.events import lines_before
 from tracefp4.report.logger import CONFIG, EVENTS, FINAL, METRICS, RUN, SAMPLES, TIMING, steps_before
@@ -113,6 +114,9 @@ def check_resumable(config: RunConfig, run_dir: Path) -> None:
     if facts is not None:
         defaults = resolved(RunConfig())
         defaults.pop("task")  # of one task only
+        guidance = get_method(config.method.name).guidance
+        if guidance is not None and guidance.band is not None and (config.run.lag or config.run.asynchronous):
+            defaults["method"]["band"] = "none"  # before there were bands, records of older weights counted everywhere
         check_config(facts["config"], resolved(config), FREE_ON_RESUME, defaults)
         done = facts["step"] + bool(facts.get("pending"))
         if done > config.run.steps:

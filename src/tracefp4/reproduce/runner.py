@@ -40,7 +40,8 @@ Say = Callable[[str], None]
 
 _DIVERGED = re.compile(r"error: (the run diverged in step (\d+): .*)")
 _STOPPED_BY_WATCH = 3
-_NO_MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory|CUBLAS_STATUS_ALLOC_FAILED")
+_NO_MEMORY = re.compile(r"OutOfMemoryError|out of memory|_STATUS_ALLOC_FAILED")
+"""Of torch, of the driver ("CUDA error: out of memory", where not even a context fits) and of its libraries."""
 
 
 @dataclass
@@ -49,7 +50,7 @@ class Outcome:
     refused: those of them whose settings were."""
 
     in_time: bool = True
-    refused: list[str] = field(default_factory=list)
+    refused: list[Spec] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
 
 
@@ -78,7 +79,7 @@ def run_plan(plan: Plan, limits: Limits, say: Say) -> Outcome:
     """Makes the warm starts and runs what is left; a run begins once its start is there.
 
     Raises:
-        CompareError: runs refused their settings, and no other one has trained.
+        CompareError: every row refused its settings, and none has trained.
         signals.Stopped: after a signal has ended all processes, their states saved.
     """
     outcome, clock = Outcome(), _Clock(plan, limits.jobs)
@@ -87,8 +88,11 @@ def run_plan(plan: Plan, limits: Limits, say: Say) -> Outcome:
             _run_all(plan, limits, outcome, say, clock)
     finally:
         clock.end()
-    if outcome.refused and not any(spec.trained for spec in plan.specs if spec.trains):
-        raise CompareError(f"{outcome.refused[0]}: {outcome.failed[outcome.refused[0]]}")
+    rows = {(spec.table.key, spec.arm.name) for spec in outcome.refused}
+    trains = [spec for spec in plan.specs if spec.trains]
+    if rows and all((spec.table.key, spec.arm.name) in rows and not spec.trained for spec in trains):
+        first = outcome.refused[0].name
+        raise CompareError(f"{first}: {outcome.failed[first]}")
     return outcome
 
 
@@ -192,7 +196,9 @@ def _run_all(plan: Plan, limits: Limits, outcome: Outcome, say: Say, clock: _Clo
                 say(f"waits for {waits}")
             told = waits if not running else ""
             if limits.left <= 0 or not (running or waits):
-                outcome.in_time = outcome.in_time and not (running or queue)
+                # An evaluation whose policy failed is not late.
+                late = running or queue.starts or any(spec.trains or spec.trained for spec in queue.specs)
+                outcome.in_time = outcome.in_time and not late
                 return
             time.sleep(POLL_SECONDS)
             clock.tick()
@@ -357,13 +363,13 @@ def _ended(spec: Spec, child: Child, code: int, queue: _Queue, others: int, outc
     elif code == TracefpError.exit_code:  # settings: every other run of the row would end so too
         queue.specs[:] = [s for s in queue.specs if (s.table, s.arm) != (spec.table, spec.arm)]
         outcome.failed[spec.name] = f"was refused: {' '.join(tail[-1:])}"
-        outcome.refused.append(spec.name)
+        outcome.refused.append(spec)
         say(f"{spec.name}: {outcome.failed[spec.name]}")
     elif others and _NO_MEMORY.search("\n".join(tail)):
-        queue.most = others
+        queue.most = min(queue.most, others)  # warm starts beside it may be more than the runs that are allowed
         queue.specs.append(spec)
-        fewer = f"from here on at most {others} at once, it goes on later"
-        say(f"{spec.name}: out of memory beside {others} others; {fewer}")
+        fewer = f"from here on at most {queue.most} at once, it goes on later"
+        say(f"{spec.name}: out of memory beside {others} other{'s' if others > 1 else ''}; {fewer}")
     else:
         outcome.failed[spec.name] = f"ended with exit code {code}; its log is {child.log_path}"
         for line in tail[-5:]:

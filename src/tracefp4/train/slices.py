@@ -123,20 +123,17 @@ def assemble(
     widths: dict[str, int],
     T: int,
     device: torch.device | str = "cpu",
-    fresh: Sequence[bool] | None = None,
+    fresh: Sequence[Tensor | None] | None = None,
 ) -> dict[tuple[str, int], CompactGuidance]:
     """Records of B trajectories laid out as one record of B * T rows per site and layer; gaps are invalid.
 
-    fresh: of each trajectory, whether its rows follow their record outside of the recipe's band; None without a band.
+    fresh: bool [rows] of each trajectory, those that follow their record outside of the recipe's band; None without a
+    band.
     They reach the device packed, one copy per site; the forward decodes them there.
     """
     B = len(records)
-    valid = torch.zeros(B, T, dtype=torch.bool)
-    for b, mask in enumerate(usable):
-        if mask is not None:
-            valid[b, : len(mask)] = mask
-    valid_N = to_device(valid.view(-1), device)
-    fresh_N = None if fresh is None else to_device(torch.tensor(fresh).repeat_interleave(T), device)
+    valid_N = to_device(_padded(usable, T), device)
+    fresh_N = None if fresh is None else to_device(_padded(fresh, T), device)
     out: dict[tuple[str, int], CompactGuidance] = {}
     for site, width in widths.items():
         name = recipe.site_format(site)
@@ -162,6 +159,15 @@ def assemble(
             row_scale = static if scale is None else scale[i].view(B * T, 1)
             out[site, layer] = CompactGuidance(header, payload[i].view(B * T, -1), row_scale, valid_N, fresh_N)
     return out
+
+
+def _padded(masks: Sequence[Tensor | None], T: int) -> Tensor:
+    """bool [B * T] of masks bool [rows] of B trajectories; False where there is none."""
+    out = torch.zeros(len(masks), T, dtype=torch.bool)
+    for b, mask in enumerate(masks):
+        if mask is not None:
+            out[b, : len(mask)] = mask
+    return out.view(-1)
 
 
 def replayed_experts(
@@ -265,13 +271,18 @@ class MicroBatchBuilder:
             counts.guided += int(torch.cat(there).sum()) if there else 0
             layers = self.recipe.guided_layers
             fresh = None
-            if self.recipe.band is not None:  # a row reads K and V of the rows before it: all must be of this version
-                fresh = [r is not None and bool((r.versions == version).all()) for r in records]
+            if self.recipe.band is not None:
+                pairs = zip(records, batch.trajectories, strict=True)
+                fresh = [None if r is None else self._fresh(r, t, version) for r, t in pairs]
             mb.guidance = assemble(
                 records, usable, self.recipe, self.recipe.bits, layers, self.widths, T, batch.input_ids.device, fresh
             )
         self._add_probe(mb, batch, T)
         return mb
+
+    def _fresh(self, record: TrajectoryGuidance, trajectory: Trajectory, version: int) -> Tensor:
+        """bool [rows]: recorded under this version. A row reads K and V of the rows before it: it takes them all."""
+        return torch.full((record.rows,), bool((record.versions == version).all()))
 
     def _records(
         self, batch: TrainBatch, version: int, counts: RowCounts
