@@ -144,10 +144,24 @@ def test_a_run_from_before_bands_does_not_go_on_with_one(method: str, lag: int, 
     (tmp_path / "config.json").write_text(json.dumps(before))
     (tmp_path / "final.json").write_text(json.dumps({"steps": 4}))
     if refused:
-        with pytest.raises(TracefpError, match=r"method\.band = 'none', the recipe now says None"):
+        with pytest.raises(TracefpError, match=r"method\.band = 'none', the recipe now says 0\.06"):
             check_resumable(now, tmp_path)
         now = now.model_copy(update={"method": now.method.model_copy(update={"band": "none"})})
     check_resumable(now, tmp_path)
+
+
+def test_a_band_that_is_said_is_the_mode_s_own(tmp_path: Path) -> None:
+    """A run under the default goes on where the default is written out, and not under another band."""
+    config = small("trace-all", run={"lag": 1})
+    (tmp_path / "config.json").write_text(json.dumps(resolved(config)))
+    (tmp_path / "final.json").write_text(json.dumps({"steps": 4}))
+    said = {
+        band: config.model_copy(update={"method": config.method.model_copy(update={"band": band})})
+        for band in (0.06, 0.1)
+    }
+    check_resumable(said[0.06], tmp_path)
+    with pytest.raises(TracefpError, match=r"method\.band = 0\.06, the recipe now says 0\.1"):
+        check_resumable(said[0.1], tmp_path)
 
 
 def test_lag_zero_is_the_plain_run(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from made_up_runs import RUN
 from tracefp4.compare import CompareError
+from tracefp4.config import ConfigError
 from tracefp4.reproduce import runner
 from tracefp4.reproduce.places import Places
 from tracefp4.reproduce.plan import Plan, make_plan, open_plan, read_plan, scores_of, stored_request
@@ -31,6 +32,7 @@ from tracefp4.reproduce.runner import (
     start_state,
     steps_done,
 )
+from tracefp4.reproduce.search import open_search
 from tracefp4.signals import Stopped
 
 MakeUp = Callable[..., Plan]
@@ -418,6 +420,20 @@ def test_overrides_change_the_recipe_of_all_rows(made_up: MakeUp) -> None:
     recipe = json.loads((plan.out / "recipes/dynamics.json").read_text())
     assert recipe["train"]["lr"] == 3e-4
     assert make_plan(stored_request(read_plan(plan.out)), plan.out) == plan
+
+
+def test_a_folder_of_something_else_is_left_alone(made_up: MakeUp, tmp_path: Path) -> None:
+    plan = made_up(seeds=(0,))
+    other = replace(plan, out=tmp_path / "other")
+    other.out.mkdir()
+    (other.out / "run.lock").touch()  # the caller's own
+    (other.out / "notes.txt").write_text("mine")
+    for opening in (open_plan, open_search):
+        with pytest.raises(
+            ConfigError, match=r"other holds notes\.txt and no (plan|search)\.json, so it is of something"
+        ):
+            opening(other)
+    assert sorted(path.name for path in other.out.iterdir()) == ["notes.txt", "run.lock"]
 
 
 def test_a_damaged_plan_is_named(made_up: MakeUp) -> None:

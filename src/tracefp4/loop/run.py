@@ -114,13 +114,21 @@ def check_resumable(config: RunConfig, run_dir: Path) -> None:
     if facts is not None:
         defaults = resolved(RunConfig())
         defaults.pop("task")  # of one task only
-        guidance = get_method(config.method.name).guidance
-        if guidance is not None and guidance.band is not None and (config.run.lag or config.run.asynchronous):
-            defaults["method"]["band"] = "none"  # before there were bands, records of older weights counted everywhere
-        check_config(facts["config"], resolved(config), FREE_ON_RESUME, defaults)
+        before, now = (_band_in_force(one, config) for one in (facts["config"], resolved(config)))
+        check_config(before, now, FREE_ON_RESUME, defaults)
         done = facts["step"] + bool(facts.get("pending"))
         if done > config.run.steps:
             raise TracefpError(f"{run_dir} has {done} steps already: run.steps {config.run.steps} is too few")
+
+
+def _band_in_force(settings: dict[str, Any], config: RunConfig) -> dict[str, Any]:
+    """Settings with the ``method.band`` that they come to: the mode's own, or what was the rule before there were any
+    ("none"). Where every record is of the newest weights no band has an effect, and it is left out."""
+    method = dict(settings.get("method", {}))
+    given, own = method.pop("band", "none"), get_method(config.method.name).guidance
+    if own is not None and (config.run.lag or config.run.asynchronous):
+        method["band"] = given if given is not None else own.band or "none"
+    return settings | {"method": method}
 
 
 def _no_whole_state(run_dir: Path) -> TracefpError:

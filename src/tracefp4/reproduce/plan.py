@@ -22,7 +22,7 @@ from tracefp4.config import ConfigError, resolved, with_overrides
 from tracefp4.device import resolve_device
 from tracefp4.evaluate import EVAL
 from tracefp4.evaluate.target import FP4, make_forms
-from tracefp4.files import warn
+from tracefp4.files import LOCK, warn
 from tracefp4.loop import RunConfig
 from tracefp4.methods import list_methods
 from tracefp4.report import ensure_dir, provenance, write_json_atomic
@@ -286,6 +286,8 @@ def open_plan(plan: Plan) -> dict[str, Any]:
         _check_same(plan.out, before, asked, size)
         if changed := append_resume(before, now):
             warn(f"{plan.out} goes on with {changed}: its tables may not be those of unbroken runs")
+    else:
+        check_vacant(plan.out, PLAN)
     facts = (before or now | {"resumes": []}) | asked | size
     ensure_dir(plan.out / RECIPES)
     for table in plan.experiment.tables:
@@ -293,6 +295,14 @@ def open_plan(plan: Plan) -> dict[str, Any]:
         write_json_atomic(plan.out / RECIPES / f"{table.key}.json", rung.recipe(str(start)))
     write_json_atomic(plan.out / PLAN, facts)
     return facts
+
+
+def check_vacant(out: Path, plan: str) -> None:
+    """Raises ConfigError where a folder that the caller has locked holds anything, and not the plan of its command."""
+    if out.is_dir() and not (out / plan).exists():
+        found = sorted(path.name for path in out.iterdir() if path.name != LOCK)
+        if found:
+            raise ConfigError(f"{out} holds {found[0]} and no {plan}, so it is of something else: choose another --out")
 
 
 def read_plan(out: Path) -> dict[str, Any]:

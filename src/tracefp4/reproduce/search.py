@@ -30,6 +30,7 @@ from tracefp4.reproduce.plan import (
     Spec,
     canonical,
     check_overrides,
+    check_vacant,
     device_settings,
     make_config,
     warm_start,
@@ -138,6 +139,7 @@ def make_search(
 
 def open_search(plan: Plan) -> None:
     """Writes the recipes and what was asked for into a folder that the caller has locked; variants may join later."""
+    check_vacant(plan.out, SEARCH)
     ensure_dir(plan.out / RECIPES)
     rungs = {spec.table.key: (plan.starts[spec.start], spec.start) for spec in plan.specs}
     for key, (rung, start) in rungs.items():
