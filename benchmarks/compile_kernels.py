@@ -219,7 +219,7 @@ def training_cases() -> Iterator[Case]:
         valid = None if record is None else empty(N, dtype=torch.bool)
         run = partial(guided_round.round_rows, empty(N, K), "nvfp4", "row-pow2", *parts, valid)
         for band in (None,) if valid is None else (None, 0.06):
-            run_one = partial(run, code_planes, scale_planes, "cell", band=band, fresh=None if band is None else valid)
+            run_one = partial(run, code_planes, scale_planes, "cell", band=band, stale=None if band is None else valid)
             yield f"round {N} rows of {K}, {bits} bits, band {band}", run_one
     yield "largest of a matrix", partial(guided_round.group_amax, empty(EXPERTS, 2 * WIDTH * HIDDEN))
 

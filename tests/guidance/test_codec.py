@@ -1,6 +1,7 @@
 """Encoding and decoding: round trips, parity, every exception of the decoding rules, by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -356,6 +357,7 @@ def test_a_whole_slot_is_no_band_for_one_bit() -> None:
 def test_noise_of_a_hundredth_of_a_slot_is_mended_in_a_narrow_band_and_drift_is_not() -> None:
     x = gaussian(64, 1024)
     record = encode(quantize("nvfp4", x, "row-pow2"), 1.125)
+    record = replace(record, stale=torch.ones(64, dtype=torch.bool))
     values = get_format("nvfp4").dequantize
     truth = values(quantize("nvfp4", x, "row-pow2"))  # values, since a zero has two codes
 
@@ -363,6 +365,7 @@ def test_noise_of_a_hundredth_of_a_slot_is_mended_in_a_narrow_band_and_drift_is_
         return float((values(decode(record, y, band=band)[0]) != truth).float().mean())
 
     noisy, moved = (x + size * gaussian(64, 1024, seed=1) for size in (0.002, 0.03))
+    assert torch.equal(decode(replace(record, stale=None), moved, band=0.06)[0].codes, decode(record, moved)[0].codes)
     assert differ(noisy, None) < 1e-4
     assert differ(noisy, 0.06) < 1e-4
     pinned, free = differ(moved, None), differ(moved, 0.06)

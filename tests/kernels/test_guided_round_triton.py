@@ -56,7 +56,7 @@ def on_both(y: Tensor, record: CompactGuidance, rule: str, own: Any, band: float
         rule,
         own,
         band,
-        None if record.fresh is None else record.fresh.to(DEVICE),
+        None if record.stale is None else record.stale.to(DEVICE),
     )
     same(got, expected)
 
@@ -72,7 +72,8 @@ def test_guided_rows_equal_the_codec(K: int, dtype: torch.dtype, rule: str, bits
         record = encode(get_format(format).quantize(x, encode_scale=scale), bits, valid=valid)
         on_both(y, record, rule, own)
         on_both(y, record, rule, own, 0.1)
-        on_both(y, replace(record, fresh=torch.arange(12) % 3 == 0), rule, own, 0.1)
+        for stale in (torch.ones(12, dtype=torch.bool), torch.arange(12) % 3 > 0):
+            on_both(y, replace(record, stale=stale), rule, own, 0.1)
 
 
 @pytest.mark.parametrize("rule", ["cell", "bracket"])
@@ -91,7 +92,8 @@ def test_every_threshold_at_many_scales(bits: float, rule: str) -> None:
     blocks = get_format("nvfp4").quantize(y, encode_scale=1.0)
     blocks.codes.random_(0, 256, generator=g)  # any recorded bits
     for band in (None, 0.125, 0.25, 0.5):
-        on_both(y, encode(blocks, bits), rule, "row", band)
+        record = encode(blocks, bits)
+        on_both(y, replace(record, stale=torch.ones(record.rows, dtype=torch.bool)), rule, "row", band)
 
 
 def test_every_recorded_scale_at_every_unrounded_scale() -> None:

@@ -196,6 +196,8 @@ def test_decoding_once_keeps_what_a_band_gave_up() -> None:
     plain = prepared(TRACE)[1]
     once, anew = micro_batch(1), micro_batch(1)
     once.decoded = {}
+    for mb in (once, anew):
+        mb.guidance = {at: replace(g, stale=torch.ones_like(g.valid)) for at, g in mb.guidance.items()}
     valid = once.guidance["expert_input", 1].valid
     x, moved = (torch.randn(ROWS, 64, generator=torch.Generator().manual_seed(seed)) for seed in (5, 6))
     with banded.armed(anew):

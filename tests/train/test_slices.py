@@ -153,8 +153,8 @@ def test_records_of_older_weights_have_a_band_and_those_of_the_same_have_none() 
     mb, _ = build(store, batch, recipe, version=4)
     context = GuidanceContext(recipe, TrainerForward(activations=True, kv=True, guided=True))
     for (site, layer), guidance in mb.guidance.items():
-        assert guidance.fresh is not None
-        assert guidance.fresh.view(3, 4)[:, 0].tolist() == [False, True, False]
+        assert guidance.stale is not None
+        assert guidance.stale.view(3, 4)[:, 0].tolist() == [True, False, True]
         recorded = torch.stack([site_values(site, layer, tokens[i], i) for i in range(3)])
         moved = 1.4 * recorded  # another slot for most, the border far away
         x = torch.nn.functional.pad(moved, (0, 0, 0, 1)).repeat(3, 1)
@@ -163,10 +163,14 @@ def test_records_of_older_weights_have_a_band_and_those_of_the_same_have_none() 
         fmt = get_format("nvfp4")
         assert torch.equal(y[1], fmt.dequantize(quantized(site, recorded, recipe)))
         for b in (0, 2):
-            held = decode(guidance.select([4 * b, 4 * b + 1, 4 * b + 2]), moved, band=0.1)[0]
+            rows = guidance.select([4 * b, 4 * b + 1, 4 * b + 2])
+            held = decode(rows, moved, band=0.1)[0]
             assert torch.equal(y[b], fmt.dequantize(held))
             assert (y[b] != y[1]).float().mean() > 0.3
-    assert all(g.fresh is None for g in build(store_of(batch), batch, version=4)[0].guidance.values())
+    alone = build(store, batch[1:2], recipe, version=4)[0]
+    assert alone.guidance
+    assert all(g.stale is None for g in alone.guidance.values()), "all of this version: no forward asks for a band"
+    assert all(g.stale is None for g in build(store_of(batch), batch, version=4)[0].guidance.values())
 
 
 def store_of(batch: list[Trajectory]) -> MemoryStore:

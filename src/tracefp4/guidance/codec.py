@@ -161,8 +161,8 @@ def decode(
     recipe_hash       of the trainer's recipe; None skips the comparison
     own_encode_scale  encode scale of rows without a valid record, which are rounded to nearest: what
                       `Format.quantize` takes, or a float; ignored by MX formats
-    band              a recorded slot counts only where x lies within so much of the border to it, in distances of the
-                      two slots; None: everywhere (see `decode_codes`)
+    band              in rows that the record calls stale a recorded slot counts only where x lies within so much of
+                      the border to it, in distances of the two slots; None: everywhere (see `decode_codes`)
 
     Returns (QuantizedBlocks of x_train's shape, guided bool [N]). The encode scale is the rollout's, [] or
     [..., 1]; rows that are not guided carry their own.
@@ -183,7 +183,8 @@ def decode(
     scales = decode_scales(fmt, x, S, scale_bits, header.layout.scale_bits, choice)
     if header.layout.code_bits:
         full = header.layout.code_bits == fmt.element_bits
-        codes = decode_codes(fmt, x, scales, S, code_bits, full, rule, band, guidance.fresh)
+        in_band = None if guidance.stale is None else band
+        codes = decode_codes(fmt, x, scales, S, code_bits, full, rule, in_band, guidance.stale)
     else:
         codes = fmt.round_with_scales(x, scales, S)
     packed = fmt.pack(codes)
@@ -320,7 +321,7 @@ def decode_codes(
     full: bool,
     rule: str,
     band: float | None = None,
-    fresh: Tensor | None = None,
+    stale: Tensor | None = None,
 ) -> Tensor:
     """Codes uint8 [N, K] from the recorded bits uint8 [N, K] (mantissa bits; whole codes when `full`).
 
@@ -338,15 +339,15 @@ def decode_codes(
 
     band: the own code stands unless the chosen one is the next slot and z lies within `band` times the distance of the
     two grid values of their middle. Two copies of one activation differ by far less than a slot, so what a narrow band
-    gives up is what has moved since: the trainer's weights are newer than the rollout's (docs/decisions/0008). Rows
-    that are `fresh`, bool [N], have no band.
+    gives up is what has moved since: the trainer's weights are newer than the rollout's (docs/decisions/0008).
+    stale: bool [N], the rows that have it; None: all.
     """
     if full and rule == "cell" and band is None:
         return bits
     own = fmt.round_with_scales(x, scales, S)
     sign_bit = _code_count(fmt)
     if full and rule == "cell":
-        return _within_band(fmt, fmt.scaled(x, scales, S), own, bits, cast(float, band), fresh)
+        return _within_band(fmt, fmt.scaled(x, scales, S), own, bits, cast(float, band), stale)
     magnitude, sign = own & (sign_bit - 1), own & sign_bit
     z = fmt.scaled(x, scales, S).abs()
     if rule == "cell":
@@ -365,7 +366,7 @@ def decode_codes(
         else:
             chosen = torch.where((lower & 1) == bits, lower, lower + 1)
     if band is not None:
-        chosen = _within_band(fmt, z, magnitude, chosen, band, fresh)
+        chosen = _within_band(fmt, z, magnitude, chosen, band, stale)
     codes = chosen | sign
     if fmt.scale_kind == "e4m3":
         empty = (scales == 0).repeat_interleave(fmt.block_size, dim=-1)
@@ -373,9 +374,9 @@ def decode_codes(
     return codes
 
 
-def _within_band(fmt: Format, z: Tensor, own: Tensor, chosen: Tensor, band: float, fresh: Tensor | None) -> Tensor:
+def _within_band(fmt: Format, z: Tensor, own: Tensor, chosen: Tensor, band: float, stale: Tensor | None) -> Tensor:
     """`chosen` where it is the slot next to `own` or `own` itself and z is near their border, else `own`; uint8 codes.
-    `chosen` everywhere in fresh rows.
+    `chosen` everywhere in rows that are not stale.
 
     A zero has one slot, so codes of another sign are next to each other only across it. NaN lies near every border.
     """
@@ -384,8 +385,8 @@ def _within_band(fmt: Format, z: Tensor, own: Tensor, chosen: Tensor, band: floa
     va, vb = (torch.copysign(values[n.abs().long()], n.float()) for n in (a, b))
     far = (z - (va + vb) / 2).abs() > band * (va - vb).abs()
     given_up = (a != b) & (far | ((a - b).abs() > 1))
-    if fresh is not None:
-        given_up &= ~fresh[:, None]
+    if stale is not None:
+        given_up &= stale[:, None]
     return torch.where(given_up, own, chosen)
 
 

@@ -182,9 +182,9 @@ class CompactGuidance:
     payload       uint8 [rows, row_bytes], the planes described at the top of this file
     encode_scale  f32 [] (static), f32 [rows, 1] (per row) or None (MX formats): the rollout's S
     valid         bool [rows]; False where the rollout has no usable row (the trainer rounds that row itself)
-    fresh         bool [rows], or None for nowhere: rows recorded under the trainer's own policy version (all updates of
-                  a step have one), which follow their record outside of a `band` too. The trainer sets it; it is not
-                  part of the stored bytes
+    stale         bool [rows], or None for nowhere: rows recorded under an older policy version than the trainer's (all
+                  updates of a step have one), which follow their record within a `band` only. Set by the trainer; it
+                  is not part of the stored bytes
 
     Example: 3 tokens of hidden 2048 in nvfp4 at 1.125 bits: payload uint8 [3, 288], per row 256 bytes of
     mantissa bits, 16 bytes of scale bit 0 and 16 bytes of scale bit 1.
@@ -194,14 +194,14 @@ class CompactGuidance:
     payload: Tensor
     encode_scale: Tensor | None
     valid: Tensor
-    fresh: Tensor | None = None
+    stale: Tensor | None = None
 
     def __post_init__(self) -> None:
         rows, width = self.header.rows, self.row_bytes
         _check_tensor("payload", self.payload, torch.uint8, [(rows, width)])
         _check_tensor("valid", self.valid, torch.bool, [(rows,)])
-        if self.fresh is not None:
-            _check_tensor("fresh", self.fresh, torch.bool, [(rows,)])
+        if self.stale is not None:
+            _check_tensor("stale", self.stale, torch.bool, [(rows,)])
         scale, mx = self.encode_scale, format_family(self.header.format).startswith("mx")
         if (scale is None) != mx:
             raise GuidanceError(f"{self.header.format!r} {'takes no' if mx else 'needs an'} encode scale")
@@ -241,7 +241,7 @@ class CompactGuidance:
             payload=payload,
             encode_scale=scale if scale is None or scale.ndim == 0 else scale[rows_index],
             valid=self.valid[rows_index],
-            fresh=None if self.fresh is None else self.fresh[rows_index],
+            stale=None if self.stale is None else self.stale[rows_index],
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "CompactGuidance":
@@ -252,7 +252,7 @@ class CompactGuidance:
             payload=self.payload.to(device, non_blocking=non_blocking),
             encode_scale=None if scale is None else scale.to(device, non_blocking=non_blocking),
             valid=self.valid.to(device, non_blocking=non_blocking),
-            fresh=None if self.fresh is None else self.fresh.to(device, non_blocking=non_blocking),
+            stale=None if self.stale is None else self.stale.to(device, non_blocking=non_blocking),
         )
 
     def to_bytes(self) -> bytes:

@@ -130,7 +130,7 @@ def guided_round(
         own: OwnScale = own_encode_scale  # type: ignore[assignment]  # `_own` has seen it
         header, rows = here.header, _rows(values)
         scale = here.encode_scale.to(values.device)
-        args = (here.payload.contiguous(), scale, here.valid, header.format, header.bits, rule, own, band, here.fresh)
+        args = (here.payload.contiguous(), scale, here.valid, header.format, header.bits, rule, own, band, here.stale)
         return guided_round_rows(rows, *args).view(values.shape)
 
     if kernel and not clipped:

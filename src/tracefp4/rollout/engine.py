@@ -80,7 +80,7 @@ class RolloutEngine:
         if c.backend != "torch":
             if kernel_model is None and c.backend == "native":
                 kernel_model = NativeModel(self.shape, recipe, dtype, device, find_provider(device))
-            kernel_model = kernel_model or KernelModel(self.shape, recipe, dtype, device)
+            kernel_model = kernel_model or KernelModel(self.shape, recipe, dtype, device, "triton")
             self.model: RolloutModel = kernel_model
             self.kernels = KernelExecutor(kernel_model, recipe, c, num_pages)
             return

@@ -27,9 +27,9 @@ from tracefp4.kernels.decoder_ops import add_norm, choose_experts, norm_rotate
 from tracefp4.kernels.grouped_experts import ExpertMatrices, PackedExperts, routed_experts
 from tracefp4.kernels.paged_attention import paged_decode
 from tracefp4.kernels.quantize_record import RecordTarget, quantize_record
-from tracefp4.recipe import QuantRecipe, quantize_expert_weights
+from tracefp4.recipe import quantize_expert_weights
 from tracefp4.rollout.emulated import emulated_experts, emulates_experts, fuses_record, record_rows
-from tracefp4.rollout.model import PARTS, Experts, Layer, ModelShape, RolloutModel
+from tracefp4.rollout.model import PARTS, Experts, Layer, RolloutModel
 from tracefp4.rollout.paged_pool import PagedPool
 from tracefp4.rollout.weights import Take, check_weights, put
 
@@ -93,11 +93,6 @@ class KernelStep:
 
 class KernelModel(RolloutModel):
     """``RolloutModel`` over the kernels. backend: theirs, "triton", or "torch" for their references."""
-
-    def __init__(
-        self, shape: ModelShape, recipe: QuantRecipe, dtype: torch.dtype, device: str, backend: str = "triton"
-    ) -> None:
-        super().__init__(shape, recipe, dtype, device, backend)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """As ``RolloutModel.load``, without a second copy of all weights: checks everything, then writes in place."""

@@ -132,7 +132,7 @@ class NativeModel(KernelModel):
                 'rollout.backend "native" multiplies FP4 by FP4: set quant.weights and quant.activations to "nvfp4", '
                 'or rollout.backend="triton"'
             )
-        super().__init__(shape, recipe, dtype, device)
+        super().__init__(shape, recipe, dtype, device, "triton")
         self.provider = provider
 
     def _expert_matrices(self, w_EOI: Tensor) -> Experts:

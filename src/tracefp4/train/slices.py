@@ -123,17 +123,16 @@ def assemble(
     widths: dict[str, int],
     T: int,
     device: torch.device | str = "cpu",
-    fresh: Sequence[Tensor | None] | None = None,
+    stale: Sequence[Tensor | None] | None = None,
 ) -> dict[tuple[str, int], CompactGuidance]:
     """Records of B trajectories laid out as one record of B * T rows per site and layer; gaps are invalid.
 
-    fresh: bool [rows] of each trajectory, those that follow their record outside of the recipe's band; None without a
-    band.
+    stale: bool [rows] of each trajectory, those that follow their record within the recipe's band only; None: no row.
     They reach the device packed, one copy per site; the forward decodes them there.
     """
     B = len(records)
     valid_N = to_device(_padded(usable, T), device)
-    fresh_N = None if fresh is None else to_device(_padded(fresh, T), device)
+    stale_N = None if stale is None else to_device(_padded(stale, T), device)
     out: dict[tuple[str, int], CompactGuidance] = {}
     for site, width in widths.items():
         name = recipe.site_format(site)
@@ -157,7 +156,7 @@ def assemble(
         header = GuidanceHeader(recipe.hash, name, own_bits, (B * T, width), get_format(name).block_size)
         for i, layer in enumerate(layers):
             row_scale = static if scale is None else scale[i].view(B * T, 1)
-            out[site, layer] = CompactGuidance(header, payload[i].view(B * T, -1), row_scale, valid_N, fresh_N)
+            out[site, layer] = CompactGuidance(header, payload[i].view(B * T, -1), row_scale, valid_N, stale_N)
     return out
 
 
@@ -270,19 +269,21 @@ class MicroBatchBuilder:
             there = [m for m in usable if m is not None]
             counts.guided += int(torch.cat(there).sum()) if there else 0
             layers = self.recipe.guided_layers
-            fresh = None
+            stale = None
             if self.recipe.band is not None:
                 pairs = zip(records, batch.trajectories, strict=True)
-                fresh = [None if r is None else self._fresh(r, t, version) for r, t in pairs]
+                found = [None if r is None else self._stale(r, t, version) for r, t in pairs]
+                if any(bool(rows.any()) for rows in found if rows is not None):  # else the forward knows of no band
+                    stale = found
             mb.guidance = assemble(
-                records, usable, self.recipe, self.recipe.bits, layers, self.widths, T, batch.input_ids.device, fresh
+                records, usable, self.recipe, self.recipe.bits, layers, self.widths, T, batch.input_ids.device, stale
             )
         self._add_probe(mb, batch, T)
         return mb
 
-    def _fresh(self, record: TrajectoryGuidance, trajectory: Trajectory, version: int) -> Tensor:
-        """bool [rows]: recorded under this version. A row reads K and V of the rows before it: it takes them all."""
-        return torch.full((record.rows,), bool((record.versions == version).all()))
+    def _stale(self, record: TrajectoryGuidance, trajectory: Trajectory, version: int) -> Tensor:
+        """bool [rows]: recorded under another version. A row reads K and V of the rows before it: one makes all so."""
+        return torch.full((record.rows,), bool((record.versions != version).any()))
 
     def _records(
         self, batch: TrainBatch, version: int, counts: RowCounts

@@ -87,8 +87,8 @@ def test_the_record_of_some_heads_of_an_mx_cache() -> None:
 def test_localized_rows_are_those_of_the_padded_micro_batch() -> None:
     x, inputs = record("nvfp4", 1.125, 6, 64)
     _, keys = record("nvfp4", 1.125, 6, 128, seed=1)
-    same_version = torch.tensor([False] * 3 + [True] * 3)  # that of the second sequence
-    inputs, keys = (replace(r, fresh=same_version) for r in (inputs, keys))
+    older = torch.tensor([False] * 3 + [True] * 3)  # the second sequence
+    inputs, keys = (replace(r, stale=older) for r in (inputs, keys))
     experts = torch.arange(12).view(6, 2)
     micro = MicroBatch(
         7, {(s, layer): r for layer in (0, 1) for s, r in (("expert_input", inputs), ("key", keys), ("value", keys))},
@@ -106,9 +106,9 @@ def test_localized_rows_are_those_of_the_padded_micro_batch() -> None:
     own = local.guidance["expert_input", 1]
     assert own.rows == 3
     assert own.valid.tolist() == [bool(inputs.valid[3]), bool(inputs.valid[4]), False]
-    assert own.fresh is not None
-    assert own.fresh.tolist() == [True, True, False]
-    on_heads = local.guidance["key", 1].fresh
+    assert own.stale is not None
+    assert own.stale.tolist() == [True, True, False]
+    on_heads = local.guidance["key", 1].stale
     assert on_heads is not None
     assert on_heads.tolist() == [False, False, False, True, True, False]
     got, _ = decode(own, x[[3, 4, 0]])

@@ -106,16 +106,16 @@ def test_a_resumed_response_is_guided_by_the_piece_that_generated_each_part(stor
     assert not torch.equal(x[0], x[1][:seam])  # other weights: the second piece's record of these rows differs
 
 
-@pytest.mark.parametrize(("version", "fresh"), [(1, (False, True)), (2, (False, False))])
+@pytest.mark.parametrize(("version", "stale"), [(1, (True, False)), (2, (True, True))])
 def test_a_piece_of_the_trainers_version_has_no_band_though_an_older_one_precedes(
-    store: ShardStore, version: int, fresh: tuple[bool, bool]
+    store: ShardStore, version: int, stale: tuple[bool, bool]
 ) -> None:
     rolled = rolled_under_two_versions(store)
     (_, seam), (_, end) = rolled.segments
     micro, _, _ = guided(store).micro_batch([rolled.row()], version)
     for guidance in micro.guidance.values():
-        assert guidance.fresh is not None
-        assert guidance.fresh.tolist() == [fresh[0]] * seam + [fresh[1]] * (end - seam) + [False]
+        assert guidance.stale is not None
+        assert guidance.stale.tolist() == [stale[0]] * seam + [stale[1]] * (end - seam) + [False]
 
 
 def test_key_and_value_come_from_the_piece_that_read_them_most(store: ShardStore) -> None:

@@ -241,13 +241,13 @@ class SegmentBuilder(MicroBatchBuilder):
         joined = [self._join(t, version, counts) for t in batch.trajectories]
         return [record for record, _ in joined], [usable for _, usable in joined]
 
-    def _fresh(self, record: TrajectoryGuidance, trajectory: Trajectory, version: int) -> Tensor:
-        """Rows whose own piece forwarded them and all before them under this version: after a weight update a piece
-        prefills anew what older ones recorded, and reads none of it."""
-        fresh = torch.zeros(record.rows, dtype=torch.bool)
+    def _stale(self, record: TrajectoryGuidance, trajectory: Trajectory, version: int) -> Tensor:
+        """All but rows whose own piece forwarded them and all before them under this version: after a weight update a
+        piece prefills anew what older ones recorded, and reads none of it."""
+        stale = torch.ones(record.rows, dtype=torch.bool)
         for s in trajectory.segments if isinstance(trajectory, SegmentedTrajectory) else ():
-            fresh[s.start : s.stop] = all(v == version for v in s.versions)
-        return fresh
+            stale[s.start : s.stop] = any(v != version for v in s.versions)
+        return stale
 
     def _join(self, t: Trajectory, version: int, counts: RowCounts) -> tuple[TrajectoryGuidance | None, Tensor | None]:
         segments = t.segments if isinstance(t, SegmentedTrajectory) else ()

@@ -77,7 +77,7 @@ def guided_round_rows(
     rule: str = "cell",
     own_encode_scale: OwnScale = "row",
     band: float | None = None,
-    fresh_N: Tensor | None = None,
+    stale_N: Tensor | None = None,
 ) -> Tensor:
     """Rounds each row to the slots its record names, by the Triton kernel: the bits of `guidance.decode`, dequantized.
 
@@ -88,7 +88,7 @@ def guided_round_rows(
         valid_N: bool [N]; rows without a valid record are rounded to nearest at `own_encode_scale`.
         format, bits: of the record: 4.5, 1.5, 1.125 or 1.0625 bits of an NVFP4 format; 0.5 or 0.125, scales only.
         rule: "cell" or "bracket".
-        band: as of `guidance.decode`. fresh_N: bool [N] or None; rows without a band.
+        band: as of `guidance.decode`. stale_N: bool [N], the rows that have it; None: no row.
 
     Raises:
         KernelError: operands that do not fit, other formats, widths, rules or own encode scales.
@@ -107,14 +107,14 @@ def guided_round_rows(
         raise KernelError(f"unknown decoding rule {rule!r}; valid rules: cell, bracket")
     if band is not None and not band > 0:
         raise KernelError(f"a band must be positive, got {band}")
-    if fresh_N is not None and (fresh_N.dtype != torch.bool or tuple(fresh_N.shape) != (N,)):
-        raise KernelError(f"fresh must be bool [{N}], got {fresh_N.dtype} {tuple(fresh_N.shape)}")
+    if stale_N is not None and (stale_N.dtype != torch.bool or tuple(stale_N.shape) != (N,)):
+        raise KernelError(f"stale must be bool [{N}], got {stale_N.dtype} {tuple(stale_N.shape)}")
     encode_scale = encode_scale.contiguous()  # an expanded one would be read out of bounds
     kernel = kernel_module("triton", "guided_round", x_NK, payload, encode_scale, valid_N)
     assert kernel is not None
     out: Tensor = kernel.round_rows(
         x_NK, format, own_encode_scale, payload, encode_scale, valid_N, code_planes, scale_planes, rule,
-        band=band, fresh=fresh_N,
+        band=band, stale=stale_N,
     )  # fmt: skip
     return out
 

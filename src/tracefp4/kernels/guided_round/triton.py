@@ -98,11 +98,10 @@ def _own_scale(
 @Checked
 @triton.jit
 def _round_rows(
-    x, out, own_scale, payload, record_scale, valid, fresh, x_stride,
+    x, out, own_scale, payload, record_scale, valid, stale, x_stride,
     K: tl.constexpr, NB: tl.constexpr, EXACT: tl.constexpr, OWN_STATIC: tl.constexpr, POW2: tl.constexpr,
     ENCODE_MAX: tl.constexpr, GUIDED: tl.constexpr, S_STRIDE: tl.constexpr, CODE_PLANES: tl.constexpr,
     SCALE_PLANES: tl.constexpr, CELL: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, BAND: tl.constexpr,
-    FRESH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, NB)
@@ -151,10 +150,7 @@ def _round_rows(
                     chosen = _bracket_rule(codes, a_bits, bits, CODE_PLANES == 4)
                 codes = tl.where((byte == 0)[:, None], codes, chosen | (codes & 8))
             if BAND > 0:
-                banded = _within_band(z, own, codes, BAND)
-                if FRESH:
-                    banded = tl.where(tl.load(fresh + row).to(tl.int32) != 0, codes, banded)
-                codes = banded
+                codes = tl.where(tl.load(stale + row).to(tl.int32) != 0, _within_band(z, own, codes, BAND), codes)
     effective = decode_e4m3(byte) * tl.div_rn(tl.zeros_like(s) + 1.0, s)
     y = decode_e2m1(codes) * effective[:, None]
     if out.dtype.element_ty == tl.bfloat16:
@@ -198,7 +194,7 @@ def round_rows(
     rule: str,
     rows_per_scale: int = 0,
     band: float | None = None,
-    fresh: Tensor | None = None,
+    stale: Tensor | None = None,
 ) -> Tensor:
     """See `tracefp4.kernels.guided_round`; operands are checked there. No record: to nearest.
 
@@ -214,12 +210,12 @@ def round_rows(
     blocks = max(8, triton.next_power_of_2(K // 16))
     if N:
         _round_rows[(N,)](
-            x_NK, out, own, payload, record_scale, valid, fresh, x_NK.stride(0),
+            x_NK, out, own, payload, record_scale, valid, stale, x_NK.stride(0),
             K=K, NB=blocks, EXACT=format == "nvfp4-exact", OWN_STATIC=own is not None, POW2=own_scale == "row-pow2"
             if isinstance(own_scale, str) else False, ENCODE_MAX=get_format(format).encode_max,
             GUIDED=payload is not None, S_STRIDE=1 if record_scale is not None and record_scale.ndim else 0,
             CODE_PLANES=code_planes, SCALE_PLANES=scale_planes, CELL=rule == "cell",
-            ROWS_PER_SCALE=rows_per_scale, BAND=band or 0.0, FRESH=fresh is not None,
+            ROWS_PER_SCALE=rows_per_scale, BAND=band if band is not None and stale is not None else 0.0,
             num_warps=min(8, max(1, blocks // (64 if N >= 1024 else 32))), **IEEE,
         )  # fmt: skip
     return out
