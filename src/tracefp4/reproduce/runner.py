@@ -88,9 +88,8 @@ def run_plan(plan: Plan, limits: Limits, say: Say) -> Outcome:
             _run_all(plan, limits, outcome, say, clock)
     finally:
         clock.end()
-    rows = {(spec.table.key, spec.arm.name) for spec in outcome.refused}
-    trains = [spec for spec in plan.specs if spec.trains]
-    if rows and all((spec.table.key, spec.arm.name) in rows and not spec.trained for spec in trains):
+    rows = {spec.folder for spec in outcome.refused}
+    if rows and all(spec.folder in rows and not spec.trained for spec in plan.specs if spec.trains):
         first = outcome.refused[0].name
         raise CompareError(f"{first}: {outcome.failed[first]}")
     return outcome
@@ -361,7 +360,7 @@ def _ended(spec: Spec, child: Child, code: int, queue: _Queue, others: int, outc
         write_json_atomic(spec.failure, {"step": step, "reason": why})
         say(f"{spec.name}: {why}")
     elif code == TracefpError.exit_code:  # settings: every other run of the row would end so too
-        queue.specs[:] = [s for s in queue.specs if (s.table, s.arm) != (spec.table, spec.arm)]
+        queue.specs[:] = [s for s in queue.specs if s.folder != spec.folder]
         outcome.failed[spec.name] = f"was refused: {' '.join(tail[-1:])}"
         outcome.refused.append(spec)
         say(f"{spec.name}: {outcome.failed[spec.name]}")
