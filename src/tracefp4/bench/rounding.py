@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,14 +15,20 @@ from tracefp4.kernels.guided_round import fake_quantize_rows, guided_round_rows
 from tracefp4.nn.rounding import fake_quantize, fake_quantized_matrices, guided_round
 
 
-def _make(N: int, K: int, bits: float, device: torch.device) -> Inputs:
-    """The trainer's x is the rollout's with 2 % noise; every 16th row has no record."""
+def _make(N: int, K: int, bits: float, device: torch.device, stale: bool = False) -> Inputs:
+    """The trainer's x is the rollout's with 2 % noise; every 16th row has no record. stale: every other one is old."""
     g = torch.Generator(device).manual_seed(3)
     x = torch.randn(N, K, generator=g, device=device)
     blocks = get_format("nvfp4").quantize(x.bfloat16(), encode_scale="row")
-    record = encode(blocks, bits, valid=torch.arange(N, device=device) % 16 != 7)
+    row = torch.arange(N, device=device)
+    record = encode(blocks, bits, valid=row % 16 != 7)
+    if stale:
+        record = replace(record, stale=row % 2 == 0)
     noisy = x * (1 + 0.02 * torch.randn(N, K, generator=g, device=device))
     return {"x": noisy.bfloat16(), "record": record}
+
+
+_BAND = 0.06  # of `trace`
 
 
 def _guided(inputs: Inputs, rule: str = "cell") -> Tensor:
@@ -35,6 +42,8 @@ def _guided(inputs: Inputs, rule: str = "cell") -> Tensor:
         record.header.format,
         record.header.bits,
         rule,
+        band=_BAND,
+        stale_N=record.stale,
     )
 
 
@@ -45,7 +54,9 @@ def _equal(a: Tensor, b: Tensor, what: str) -> None:
 
 def _check_guided(inputs: Inputs) -> str:
     for rule in ("cell", "bracket"):
-        _equal(_guided(inputs, rule), guided_round(inputs["x"], inputs["record"], rule, backend="torch"), rule)
+        _equal(
+            _guided(inputs, rule), guided_round(inputs["x"], inputs["record"], rule, backend="torch", band=_BAND), rule
+        )
     return "equal bits"
 
 
@@ -56,14 +67,16 @@ def _check_nearest(inputs: Inputs) -> str:
     return "equal bits"
 
 
-def _case(N: int, K: int, bits: float, what: str, run: Any, check: Any, reference: bool = False) -> Case:
+def _case(
+    N: int, K: int, bits: float, what: str, run: Any, check: Any, reference: bool = False, stale: bool = False
+) -> Case:
     record = 0 if bits == 0 else N * K * bits / 8
     return Case(
         op="guided_round",
         name=f"{N} x {K}, {what}",
         bytes_moved=int(4 * N * K + record),
         operations=0,
-        make=lambda device: _make(N, K, bits or 1.125, device),
+        make=lambda device: _make(N, K, bits or 1.125, device, stale),
         run=run,
         check=check,
         group=f"rounding {N} x {K}, {bits}",
@@ -103,6 +116,8 @@ def cases(small: bool) -> list[Case]:
     found = []
     for bits in (1.125, 1.5, 4.5):
         found.append(_case(N, K, bits, f"guided at {bits} bits", _guided, _check_guided))
+    what = f"guided at 1.125 bits, half of the rows in a band of {_BAND}"
+    found.append(_case(N, K, 1.125, what, _guided, _check_guided, stale=True))
     found.append(_case(N, K, 0, "to nearest", lambda i: fake_quantize_rows(i["x"], "nvfp4", "row"), _check_nearest))
     found.append(_weight_case((3, 16, 48) if small else (128, 1536, 2048)))
     if not small:
