@@ -112,7 +112,10 @@ def test_time_that_is_up(made: tuple[str, ...], tmp_path: Path, capsys: pytest.C
         ("main --modes trase", "there is no mode 'trase'; did you mean trace"),
         ("main --modes bf16 --device tpu", "--device must be auto, cpu or cuda, got 'tpu'"),
         ("main --modes bf16 --seeds x", "--seeds must be whole numbers joined by commas"),
-        ("layers --modes bf16 --recipe ladder-6", "reproduce layers climbs the ladder itself: leave --recipe away"),
+        (
+            "layers --modes bf16 --recipe sums-small",
+            "reproduce layers climbs the ladder itself: --recipe is one of ladder-6",
+        ),
         ("main --modes bf16 --recipe nowhere", "--recipe nowhere is no rung of the ladder"),
         ("main --modes bf16 --recipe nowhere --profile tiny", "--recipe nowhere is no rung of the ladder"),
         ("main run.steps=3 --modes bf16", "the override 'run.steps=3' contradicts --steps, which sets run.steps"),

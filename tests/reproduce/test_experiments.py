@@ -6,7 +6,7 @@ import torch
 from tracefp4.config import ConfigError
 from tracefp4.loop import RunConfig
 from tracefp4.methods import get_method
-from tracefp4.reproduce.experiments import EXPERIMENTS, LADDER, Arm, chosen
+from tracefp4.reproduce.experiments import EXPERIMENTS, LADDER, Arm, chosen, on_rung
 from tracefp4.reproduce.rung import FOLDER, TINY, load_rung
 from tracefp4.rollout.config import resolve
 from tracefp4.rollout.model import ModelShape
@@ -35,6 +35,13 @@ def test_rows_are_chosen_by_label_or_mode() -> None:
 
 def test_a_mode_of_no_table_joins_all() -> None:
     assert names("main", ["bf16", "fp32"]) == {"decoupled": ["bf16", "fp32"], "bypass": ["bf16", "fp32"]}
+
+
+def test_a_rung_of_an_experiment_that_climbs() -> None:
+    layers = EXPERIMENTS["layers"]
+    assert [t.key for t in on_rung(layers, "ladder-12").tables] == ["layers-12"]
+    assert on_rung(layers, None) is layers
+    assert on_rung(EXPERIMENTS["bits"], "sums-small") is EXPERIMENTS["bits"]
 
 
 def test_the_policy_that_is_evaluated_is_trained() -> None:

@@ -263,6 +263,22 @@ def chosen(experiment: Experiment, names: Sequence[str], modes: Sequence[str]) -
     return replace(experiment, tables=tables)
 
 
+def on_rung(experiment: Experiment, rung: str | None) -> Experiment:
+    """Of an experiment that climbs the ladder itself, the tables of this rung; any other as it is.
+
+    Raises:
+        ConfigError: it climbs, and no table is of this rung.
+    """
+    climbs = [table.rung for table in experiment.tables if table.rung]
+    if rung is None or not climbs:
+        return experiment
+    if rung not in climbs:
+        raise ConfigError(
+            f"reproduce {experiment.name} climbs the ladder itself: --recipe is one of {', '.join(climbs)}"
+        )
+    return replace(experiment, tables=tuple(table for table in experiment.tables if table.rung == rung))
+
+
 def _base(mode: str) -> str:
     return mode.partition("@")[0]
 

@@ -28,7 +28,7 @@ from tracefp4.methods import list_methods
 from tracefp4.report import ensure_dir, provenance, write_json_atomic
 from tracefp4.report.logger import is_complete
 from tracefp4.report.provenance import append_resume
-from tracefp4.reproduce.experiments import CONTROL, EXPERIMENTS, Arm, Experiment, Table, chosen
+from tracefp4.reproduce.experiments import CONTROL, EXPERIMENTS, Arm, Experiment, Table, chosen, on_rung
 from tracefp4.reproduce.rung import TINY, RungConfig, load_rung
 
 PLAN, RECIPES, STARTS, SCORES = "plan.json", "recipes", "starts", "scores.json"
@@ -172,6 +172,7 @@ def make_plan(request: Request, out: Path, to_run: bool = True) -> Plan:
     if request.experiment not in EXPERIMENTS:
         raise ConfigError(f"there is no reproduce {request.experiment}: one of {', '.join(EXPERIMENTS)}")
     experiment = chosen(EXPERIMENTS[request.experiment], request.modes, [m.name for m in list_methods()])
+    experiment = on_rung(experiment, request.recipe)
     check_overrides(request.settings, experiment.tables)
     seeds = request.seeds or ((0,) if request.tiny else experiment.seeds)
     steps = request.steps or (TINY_STEPS if request.tiny else experiment.steps)
@@ -197,10 +198,7 @@ def make_plan(request: Request, out: Path, to_run: bool = True) -> Plan:
 
 
 def _start(request: Request, table: Table, out: Path) -> tuple[RungConfig, Path]:
-    name = table.rung or request.recipe or DEFAULT_RUNG
-    if table.rung and request.recipe:
-        raise ConfigError(f"reproduce {request.experiment} climbs the ladder itself: leave --recipe away")
-    return warm_start(name, out, request.tiny, request.settings)
+    return warm_start(table.rung or request.recipe or DEFAULT_RUNG, out, request.tiny, request.settings)
 
 
 def warm_start(name: str, out: Path, tiny: bool, settings: Sequence[str]) -> tuple[RungConfig, Path]:
