@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tracefp4.bench.clocks import sampled
 from tracefp4.bench.registry import environment
 from tracefp4.bench.rollout_table import Row, ratios, table
 from tracefp4.recipe import QuantRecipe, resolve_guided_layers
@@ -294,11 +295,12 @@ def measure(
     start_sequences(engine, B, row.context, new)
     row.checked = check(engine, model)
     free_memory(args.device)
-    warm = sum(decode(engine) for _ in range(WARM))
     times: list[float] = []
-    while len(times) < args.steps:
-        begun, steps = time.perf_counter(), decode(engine)
-        times += [(time.perf_counter() - begun) * 1e3 / steps] * steps
+    with sampled(torch.device(args.device)) as row.clocks:
+        warm = sum(decode(engine) for _ in range(WARM))
+        while len(times) < args.steps:
+            begun, steps = time.perf_counter(), decode(engine)
+            times += [(time.perf_counter() - begun) * 1e3 / steps] * steps
     context_bytes = B * (row.context + warm + len(times) // 2) * slot_bytes(shape, recipe, torch.bfloat16)
     row.bytes_step = weights_read(model, B) + context_bytes + 2 * B * shape.vocab
     row.bound_ms = row.bytes_step / copy_bytes_per_s * 1e3

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from tracefp4.bench.clocks import Clocks
+
 
 @dataclass
 class Row:
     """One form at one context. bytes_step: fewest bytes of a step (weights of the chosen experts, context, head);
     bound_ms: at the measured copy bandwidth; of_bound: bound over median; parts: share of the device's time; checked:
-    how far logits are from those of the kernels' references."""
+    how far logits are from those of the kernels' references; clocks: see `bench.clocks`, of the timed steps."""
 
     form: str
     context: int
@@ -25,6 +27,7 @@ class Row:
     tokens_per_s: float | None = None
     of_bound: float | None = None
     parts: dict[str, float] = field(default_factory=dict)
+    clocks: Clocks = field(default_factory=Clocks)
     checked: str | None = None
     error: str | None = None
     seconds: float = 0.0
@@ -54,20 +57,20 @@ def table(rows: list[Row]) -> str:
     """Markdown: rows, then ratios."""
     lines = [
         "| form | context | batch | check | tokens/s | median ms | quartiles | device ms | GB a step | bound ms "
-        "| of bound |",
-        "|---|---:|---:|---|---:|---:|---|---:|---:|---:|---:|",
+        "| of bound | SM MHz, W |",
+        "|---|---:|---:|---|---:|---:|---|---:|---:|---:|---:|---|",
     ]
     for r in rows:
         if r.error is not None or r.median_ms is None or r.quartiles_ms is None:
             lines.append(
-                f"| {r.form} | {r.context} | {r.sequences} | FAILED: {(r.error or '').splitlines()[:1]} |||||||"
+                f"| {r.form} | {r.context} | {r.sequences} | FAILED: {(r.error or '').splitlines()[:1]} ||||||||"
             )
             continue
         device = "" if r.device_ms is None else f"{r.device_ms:.2f}"
         lines.append(
             f"| {r.form} | {r.context} | {r.sequences} | {r.checked} | {r.tokens_per_s:.0f} | {r.median_ms:.2f} "
             f"| {r.quartiles_ms[0]:.2f}-{r.quartiles_ms[1]:.2f} | {device} | {r.bytes_step / 1e9:.2f} "
-            f"| {r.bound_ms:.2f} | {100 * (r.of_bound or 0):.0f} % |"
+            f"| {r.bound_ms:.2f} | {100 * (r.of_bound or 0):.0f} % | {r.clocks} |"
         )
     lines += [
         "",
