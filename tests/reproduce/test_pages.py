@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tracefp4.cli import main
 from tracefp4.errors import TracefpError
 from tracefp4.reproduce.pack import pack, unpack
 from tracefp4.reproduce.page import table_rows, verdict, write_results
@@ -43,6 +44,28 @@ def test_figures_of_a_table(made_up: MakeUp) -> None:
     assert verdict(table).startswith("Control stable: bf16 stays at 0.8")
 
 
+def test_figures_of_the_first_steps(made_up: MakeUp, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the runs that have come as far; scores are of the last step, so there are none."""
+    plan = finished(made_up(seeds=(0,)))
+    log = next(s for s in plan.specs if s.arm.name == "trace").run_dir / "metrics.jsonl"
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:7]))
+    results = gather(plan, 8)
+    arms = results["tables"]["dynamics"]["arms"]
+    assert {name: (arm["steps"], arm["done"]) for name, arm in arms.items()} == {
+        "bf16": ([8], 1), "qat": ([8], 1), "trace": ([None], 0),
+    }  # fmt: skip
+    assert arms["qat"]["diff_over_control"] == pytest.approx(5.0)
+    assert arms["qat"]["diff_over_control_worst"] == pytest.approx(5.0)
+    assert arms["qat"]["scores"] == dict.fromkeys(("own", "fp4", "bf16"))
+    assert results["tables"]["dynamics"]["control"]["stable"] is not None  # it has these steps, so it can be told
+    with pytest.raises(SystemExit) as exit:
+        main(["reproduce", "table", str(plan.out), "--until", "8"])
+    assert not exit.value.code
+    assert f"written in {plan.out}: first-8-steps.md" in capsys.readouterr().out
+    assert "| qat | 8 |" in (plan.out / "first-8-steps.md").read_text()
+    assert not (plan.out / "results.md").exists()
+
+
 def test_an_unstable_control_invalidates_the_table(made_up: MakeUp) -> None:
     plan = made_up(seeds=(0,))
     run = {"done": True, "stopped": None, "control": {"rise": 30, "fall": 90, "low": 0.61, "stable": False}}
@@ -66,7 +89,7 @@ def test_all_pages_are_written(made_up: MakeUp) -> None:
     written = write_results(plan, read_plan(plan.out), gather(plan))
     assert written == ["results.json", "results.md", "results.html", "report.html", "figures/dynamics/"]
     text = (plan.out / "results.md").read_text()
-    assert "| qat | 20 | 0.00525 +- 0.00025 | 5.00x | 15 |" in text
+    assert "| qat | 20 | 0.00525 +- 0.00025 | 5.00x | 5.00x | 15 |" in text
     assert "-0.100 [-0.100, -0.100]" in text
     assert "Seeds 0, 1; 20 steps." in text
     assert "cpu time of 1 invocations together" in text
@@ -93,7 +116,7 @@ def test_a_table_without_any_run(made_up: MakeUp) -> None:
     results = gather(plan)
     assert write_results(plan, read_plan(plan.out), results) == ["results.json", "results.md", "results.html"]
     _, rows = table_rows(results["tables"]["dynamics"])
-    assert rows[1] == ["qat", "0, 0 of 2 done", *["-"] * 12]
+    assert rows[1] == ["qat", "0, 0 of 2 done", *["-"] * 13]
     assert verdict(results["tables"]["dynamics"]) == "Not yet a comparison: bf16 has not finished."
 
 

@@ -7,6 +7,7 @@ from tracefp4.reproduce.stats import (
     collapse_step,
     difference,
     mean_and_error,
+    ratio,
     score,
     smoothed,
     stability,
@@ -73,3 +74,20 @@ def test_collapse_is_a_fall_below_half_of_the_best() -> None:
     assert collapse_step(curve((0.4, 50), (0.8, 100), (0.1, 50))) == 161  # .8 - .7 k / 20 < .4 from k = 12
     assert collapse_step(curve((0.4, 50), (0.8, 100), (0.5, 50))) is None
     assert collapse_step(curve((0.02, 50), (0.0, 50))) is None
+
+
+def test_a_ratio_is_of_what_both_have() -> None:
+    floor = {0: np.full(120, 2.0), 1: np.full(80, 1.0), 2: np.full(9, 1.0)}
+    ours = {0: np.concatenate([np.full(60, 2.0), np.full(40, 6.0)]), 1: np.full(200, 3.0), 5: np.full(9, 100.0)}
+    found = ratio(ours, floor)
+    assert found is not None
+    assert found["mean"] == pytest.approx((3.6 + 3.0) / (2.0 + 1.0))  # seed 0 to its step 99, seed 1 to 79
+    assert found["worst"] == pytest.approx(3.0)
+    ours[0][-50:] = 8.0
+    assert ratio(ours, floor)["worst"] == pytest.approx(4.0)  # type: ignore[index]
+    short = ratio({0: np.array([1.0, 3.0])}, {0: np.array([1.0, 1.0, 1.0])})
+    assert short == {"mean": 2.0, "worst": 2.0}
+    assert ratio(ours, {}) is None
+    assert ratio({0: np.array([])}, floor) is None
+    assert ratio({0: np.array([1.0, np.nan])}, floor) is None
+    assert ratio({0: np.ones(2)}, {0: np.array([1.0, 0.0])}) is None

@@ -169,16 +169,23 @@ def status(folder: Folder) -> None:
 
 
 @app.command()
-def table(folder: Folder) -> None:
+def table(
+    folder: Folder,
+    until: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Only figures of the first N steps, e.g. of runs that have not ended.", min=1),
+    ] = None,
+) -> None:
     """Print and write the tables and plots of what a folder holds; runs nothing."""
-    from tracefp4.reproduce.page import write_results
+    from tracefp4.reproduce.page import write_first_steps, write_results
     from tracefp4.reproduce.plan import read_plan
     from tracefp4.reproduce.results import gather
 
     plan = _stored(folder)
     with folder_lock(folder):
-        results = gather(plan)
-        written = write_results(plan, read_plan(folder), results)
+        results = gather(plan, until)
+        facts = read_plan(folder)
+        written = write_results(plan, facts, results) if until is None else [write_first_steps(plan, facts, results)]
     _print(results)
     print(f"written in {folder}: {', '.join(written)}")
 

@@ -24,12 +24,19 @@ from tracefp4.reproduce.experiments import CONTROL
 from tracefp4.reproduce.plan import Plan
 from tracefp4.reproduce.results import FORMS, FP4, OWN
 from tracefp4.reproduce.runner import start_state
-from tracefp4.reproduce.stats import COLLAPSED, HOLD, SMOOTH_STEPS
+from tracefp4.reproduce.stats import COLLAPSED, HOLD, SMOOTH_STEPS, SPAN
 
 RESULTS, MARKDOWN, PAGE, REPORT, FIGURES = "results.json", "results.md", "results.html", "report.html", "figures"
 PLOTS = ("reward/mean", "mismatch/logprob_abs_diff_mean", "train/entropy", "response/length_mean")
 _NONE = "-"
 _FORM_NAMES = {OWN: "own form", FP4: "FP4", CONTROL: "BF16"}
+
+
+def write_first_steps(plan: Plan, facts: dict[str, Any], results: dict[str, Any]) -> str:
+    """Writes the Markdown of figures of the first steps beside that of all; returns its name."""
+    name = f"first-{results['steps']}-steps.md"
+    write_text_atomic(plan.out / name, markdown(plan, facts, results))
+    return name
 
 
 def write_results(plan: Plan, facts: dict[str, Any], results: dict[str, Any]) -> list[str]:
@@ -65,7 +72,8 @@ def verdict(table: dict[str, Any]) -> str:
 
 def table_rows(table: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """(headings, a row an arm)."""
-    headings = ["mode", "steps", "mean |log p diff.|", "over bf16", "max", "codes differ", "reward, end"]
+    headings = ["mode", "steps", "mean |log p diff.|", "over bf16", f"worst {SPAN} steps", "max"]
+    headings += ["codes differ", "reward, end"]
     headings += [f"score, {_FORM_NAMES[form]}" for form in FORMS]
     headings += ["own form - bf16", "FP4 - bf16's FP4", "collapse", "time a run"]
     rows = []
@@ -77,7 +85,8 @@ def table_rows(table: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
                 name + mark,
                 _steps(arm),
                 _spread(arm["diff_mean"], _short),
-                _NONE if arm["diff_over_control"] is None else f"{arm['diff_over_control']:.2f}x",
+                _times(arm["diff_over_control"]),
+                _times(arm["diff_over_control_worst"]),
                 _NONE if arm["diff_max_over_seeds"] is None else _short(arm["diff_max_over_seeds"]),
                 _percent(arm["code_after"] or arm["code_before"]),
                 _spread(arm["reward_last"], _share),
@@ -107,18 +116,23 @@ def caption(results: dict[str, Any]) -> str:
     names = f"seed{'s' if several else ''} {', '.join(map(str, seeds))}"
     return (
         f"{names.capitalize()}; {results['steps']} steps. Figures of a run are means over its steps, max its largest "
-        f"token; +- is {error}, where there is one. Codes differ: as the trainer's forward uses them. Scores: mean "
-        "reward on held-out problems, the weights in the mode's own rollout form, in FP4, in BF16. Differences are "
-        f"paired by seed and problem, with 95 % intervals from {interval}. Collapse: the first step, by seed, whose "
-        f"reward (mean of {SMOOTH_STEPS} steps, of short runs a tenth) is below {COLLAPSED:g} of its best so far, or "
-        f"in which the run diverged. Control: bf16 must stay at {HOLD:g} or above once it has risen to it. Time: "
+        f"token; +- is {error}, where there is one. Over bf16: in the seeds and steps that both have; worst {SPAN} "
+        "steps: in a row, in any seed. Codes differ: as the trainer's forward uses them. Scores: mean reward on "
+        "held-out problems, the weights in the mode's own rollout form, in FP4, in BF16. Differences are paired by "
+        f"seed and problem, with 95 % intervals from {interval}. Collapse: the first step, by seed, whose reward (mean "
+        f"of {SMOOTH_STEPS} steps, of short runs a tenth) is below {COLLAPSED:g} of its best so far, or in which the "
+        f"run diverged. Control: bf16 must stay at {HOLD:g} or above once it has risen to it. Time: "
         "wall-clock of steps and evaluation, by a run that shares the device with those beside it."
     )
 
 
 def _steps(arm: dict[str, Any]) -> str:
-    done = min(arm["steps"], default=0)
+    done = min((steps for steps in arm["steps"] if steps is not None), default=0)
     return f"{done}" if arm["done"] == arm["planned"] else f"{done}, {arm['done']} of {arm['planned']} done"
+
+
+def _times(value: float | None) -> str:
+    return _NONE if value is None else f"{value:.2f}x"
 
 
 def _short(value: float) -> str:
@@ -146,9 +160,10 @@ def _interval(pair: dict[str, Any] | None) -> str:
 def _collapses(arm: dict[str, Any]) -> str:
     if not any(arm["steps"]):
         return _NONE
-    if all(step is None for step in arm["collapse"]):
+    counted = [step for step, steps in zip(arm["collapse"], arm["steps"], strict=True) if steps is not None]
+    if all(step is None for step in counted):
         return "none"
-    return ", ".join("none" if step is None else str(step) for step in arm["collapse"])
+    return ", ".join("none" if step is None else str(step) for step in counted)
 
 
 def _time(seconds: Sequence[float]) -> str:

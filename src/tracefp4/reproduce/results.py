@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tracefp4.report.logger import METRICS
-from tracefp4.report.runs import Run, load_run
+from tracefp4.report.runs import Run, Series, load_run
 from tracefp4.reproduce.experiments import CONTROL
 from tracefp4.reproduce.plan import Plan, Spec, scores_of
 from tracefp4.reproduce.runner import INVOCATIONS, step_time, timings
@@ -20,6 +21,7 @@ from tracefp4.reproduce.stats import (
     collapse_step,
     difference,
     mean_and_error,
+    ratio,
     score,
     stability,
     width_for,
@@ -31,13 +33,14 @@ FORMS = (OWN, FP4, CONTROL)
 """Of a score: in the form of the mode's own rollouts, in FP4, in BF16."""
 
 
-def gather(plan: Plan) -> dict[str, Any]:
+def gather(plan: Plan, until: int | None = None) -> dict[str, Any]:
     """All figures: {"tables": {key: table}, "steps", "seeds", "complete", "invocations", "taken_over"}; of runs that
-    are not done what there is so far."""
-    tables = {table.key: table_figures(plan, table.key) for table in plan.experiment.tables}
+    are not done what there is so far. until: of the first so many steps, over the runs that have them; without scores,
+    which are of the last."""
+    tables = {table.key: table_figures(plan, table.key, until) for table in plan.experiment.tables}
     return {
         "tables": tables,
-        "steps": plan.steps,
+        "steps": plan.steps if until is None else until,
         "seeds": list(plan.seeds),
         "complete": plan.complete,
         "invocations": _invocations(plan.out / INVOCATIONS),
@@ -45,18 +48,19 @@ def gather(plan: Plan) -> dict[str, Any]:
     }
 
 
-def table_figures(plan: Plan, key: str) -> dict[str, Any]:
+def table_figures(plan: Plan, key: str, until: int | None = None) -> dict[str, Any]:
     """{"title", "note", "control", "arms": {name: figures}, "differences": {form: {name: {other: interval}}}}."""
     table = next(t for t in plan.experiment.tables if t.key == key)
     specs = plan.of_table(key)
     arms = {arm.name: [spec for spec in specs if spec.arm is arm] for arm in table.arms}
-    runs = {name: {s.seed: run_figures(s) for s in of_arm} for name, of_arm in arms.items()}
-    figures = {name: _over_seeds(arms[name], of_arm) for name, of_arm in runs.items()}
-    floor = figures.get(CONTROL, {}).get("diff_mean")
-    for of_arm in figures.values():
-        ours = of_arm["diff_mean"]
-        of_arm["diff_over_control"] = ours["mean"] / floor["mean"] if ours and floor and floor["mean"] else None
-    rewards = {name: {s.seed: found for s in of_arm if (found := _rewards(s))} for name, of_arm in arms.items()}
+    logs = {name: {s.seed: _log(s, until) for s in of_arm} for name, of_arm in arms.items()}
+    runs = {name: {s.seed: run_figures(s, logs[name][s.seed], until) for s in of_arm} for name, of_arm in arms.items()}
+    rewards = {name: _scored(of_arm) if until is None else {} for name, of_arm in arms.items()}
+    figures = {name: _over_seeds(arms[name], of_arm, rewards[name]) for name, of_arm in runs.items()}
+    for name, of_arm in figures.items():
+        found = ratio(_distances(logs[name]), _distances(logs.get(CONTROL, {})))
+        of_arm["diff_over_control"] = found and found["mean"]
+        of_arm["diff_over_control_worst"] = found and found["worst"]
     return {
         "title": table.title,
         "note": table.note,
@@ -70,16 +74,40 @@ def table_figures(plan: Plan, key: str) -> dict[str, Any]:
 # Runs
 
 
-def run_figures(spec: Spec) -> dict[str, Any]:
-    """Figures of one run, None where it has not come to them. An arm that evaluates another's policy has no steps."""
-    figures: dict[str, Any] = {"steps": 0, "planned": spec.steps, "done": spec.done, "stopped": _failure(spec)}
+def _log(spec: Spec, until: int | None) -> Run | None:
+    """What a run has logged; None for nothing. until: of its first so many steps, None for fewer, unless it failed."""
+    path = spec.run_dir / METRICS
+    if not spec.trains or not path.is_file() or not path.stat().st_size:
+        return None
+    run = load_run(spec.run_dir)
+    if until is None:
+        return run
+    if run.steps_done < until and not spec.failed:
+        return None
+    kept = {name: Series(of.steps[of.steps < until], of.values[of.steps < until]) for name, of in run.series.items()}
+    return replace(run, series={name: of for name, of in kept.items() if len(of.steps)})
+
+
+def _distances(logs: dict[int, Run | None]) -> dict[int, Floats]:
+    return {seed: _values(run, f"{DIFF}_mean") for seed, run in logs.items() if run is not None}
+
+
+def run_figures(spec: Spec, run: Run | None, until: int | None = None) -> dict[str, Any]:
+    """Figures of one run, None where it has not come to them. An arm that evaluates another's policy has no steps.
+
+    run: its log, see `_log`. With `until` a run is done that has so many steps; the steps of others are None.
+    """
+    stopped = _failure(spec)
+    if stopped and until is not None and stopped["step"] >= until:
+        stopped = None
+    planned = spec.steps if until is None else until
+    figures: dict[str, Any] = {"steps": 0, "planned": planned, "done": spec.done, "stopped": stopped}
     figures |= dict.fromkeys(
         ("diff_mean", "diff_max", "code_before", "code_after", "reward_first", "reward_last", "collapse", "bytes")
     )
     figures["seconds"] = _seconds(spec)
-    if not spec.trains or not (spec.run_dir / METRICS).is_file() or not (spec.run_dir / METRICS).stat().st_size:
-        return figures
-    run = load_run(spec.run_dir)
+    if run is None:
+        return figures if until is None else figures | {"steps": None, "done": False}
     rewards = _values(run, "reward/mean")
     width = width_for(len(rewards))
     figures |= {
@@ -94,6 +122,8 @@ def run_figures(spec: Spec) -> dict[str, Any]:
         "collapse": figures["stopped"]["step"] if figures["stopped"] else collapse_step(rewards),
         "control": _stability_facts(stability(rewards)),
     }
+    if until is not None:
+        figures["done"] = run.steps_done >= until
     return figures
 
 
@@ -144,10 +174,17 @@ def _rewards(spec: Spec) -> dict[str, Floats] | None:
     return {OWN: of_form[spec.form], FP4: of_form[FP4], CONTROL: of_form[CONTROL]}
 
 
+def _scored(specs: list[Spec]) -> dict[int, dict[str, Floats]]:
+    """By seed, of the runs that are evaluated."""
+    return {spec.seed: found for spec in specs if (found := _rewards(spec))}
+
+
 # Over seeds
 
 
-def _over_seeds(specs: list[Spec], runs: dict[int, dict[str, Any]]) -> dict[str, Any]:
+def _over_seeds(
+    specs: list[Spec], runs: dict[int, dict[str, Any]], rewards: dict[int, dict[str, Floats]]
+) -> dict[str, Any]:
     """A figure is {"mean", "se", "per_seed"} over the seeds that have it, or None."""
     figures: dict[str, Any] = {}
     for name in ("diff_mean", "diff_max", "code_before", "code_after", "reward_first", "reward_last", "bytes"):
@@ -155,8 +192,7 @@ def _over_seeds(specs: list[Spec], runs: dict[int, dict[str, Any]]) -> dict[str,
         figures[name] = mean_and_error(known) if known else None
     worst = [run["diff_max"] for run in runs.values() if run["diff_max"] is not None]
     figures["diff_max_over_seeds"] = max(worst) if worst else None
-    rewards = [found for spec in specs if (found := _rewards(spec))]
-    figures["scores"] = {form: score([r[form] for r in rewards]) if rewards else None for form in FORMS}
+    figures["scores"] = {form: score([r[form] for r in rewards.values()]) if rewards else None for form in FORMS}
     figures["form"] = specs[0].form if specs else None
     figures["collapse"] = [run["collapse"] for run in runs.values()]
     figures["stopped"] = {str(seed): run["stopped"] for seed, run in runs.items() if run["stopped"]}

@@ -6,7 +6,7 @@ Legend: S seeds, P problems, n samples of each; rewards f64 [P, n].
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,8 @@ HOLD = 0.8
 COLLAPSED = 0.5
 """A run has collapsed whose smoothed reward falls below this share of its best so far."""
 SMOOTH_STEPS = 20
+SPAN = 50
+"""Steps in a row whose distance is looked at by itself: a mean over a run hides where it rose for a while."""
 
 
 def t95(degrees: int) -> float:
@@ -70,6 +72,28 @@ def difference(ours: Sequence[Floats], theirs: Sequence[Floats]) -> dict[str, An
     half = t95(len(each) - 1) * float(each.std(ddof=1)) / math.sqrt(len(each))
     mean = float(each.mean())
     return {"value": mean, "low": mean - half, "high": mean + half, "kind": "seeds", "per_seed": each.tolist()}
+
+
+def ratio(ours: Mapping[int, Floats], theirs: Mapping[int, Floats]) -> dict[str, float] | None:
+    """Ours over theirs, values f64 [steps] by seed, over the seeds and, of each, the steps that both have.
+
+    {"mean": of the means over steps and seeds; "worst": the largest of any seed's SPAN steps in a row, of shorter runs
+    all}. None where they have none in common, or a value is not finite.
+    """
+    pairs = []
+    for seed in ours.keys() & theirs.keys():
+        n = min(len(ours[seed]), len(theirs[seed]))
+        pairs += [(ours[seed][:n], theirs[seed][:n])] if n else []
+    if not pairs or not all(np.isfinite(a).all() and np.isfinite(b).all() and b.all() for a, b in pairs):
+        return None
+    mean = sum(float(a.mean()) for a, _ in pairs) / sum(float(b.mean()) for _, b in pairs)
+    worst = max(float((_in_a_row(a) / _in_a_row(b)).max()) for a, b in pairs)
+    return {"mean": mean, "worst": worst}
+
+
+def _in_a_row(values: Floats) -> Floats:
+    """Sums of every SPAN steps in a row, of fewer steps of all."""
+    return np.convolve(values, np.ones(min(SPAN, len(values))), mode="valid")
 
 
 def smoothed(values: Floats, width: int = SMOOTH_STEPS) -> Floats:
