@@ -15,6 +15,7 @@ from tracefp4.methods import (
     w4a16,
 )
 from tracefp4.methods.base import (
+    Band,
     CompensationConfig,
     Method,
     MethodConfig,
@@ -25,6 +26,7 @@ from tracefp4.methods.base import (
 )
 
 __all__ = [
+    "Band",
     "CompensationConfig",
     "Method",
     "MethodConfig",

@@ -13,6 +13,10 @@ from tracefp4.errors import TracefpError
 from tracefp4.formats.names import element_bits
 from tracefp4.recipe import Compensation, QuantRecipe, TrainerForward, resolve_guided_layers
 
+Band = Annotated[float, Field(gt=0, le=1)] | Literal["none"] | None
+"""Of a setting: how many slots about a rounding border a record of older weights counts in; "none": everywhere. None
+leaves the mode's own."""
+
 
 class QuantConfig(StrictModel):
     """Formats of a quantized rollout; modes that do not quantize ignore them.
@@ -65,7 +69,7 @@ class MethodConfig(StrictModel):
     layers: Literal["all", "deeper-half", "deeper-quarter", "deeper-eighth"] | None = None
     bits: float | None = None
     rule: Literal["cell", "bracket"] | None = None
-    band: Annotated[float, Field(gt=0, le=1)] | Literal["none"] | None = None
+    band: Band = None
     compensation: CompensationConfig = CompensationConfig()
 
     @field_validator("bits")

@@ -119,6 +119,39 @@ def test_localized_rows_are_those_of_the_padded_micro_batch() -> None:
     assert local.experts[1][1].tolist() == [*inputs.valid[3:5].tolist(), False]
 
 
+@pytest.mark.parametrize("stale", [True, False])
+def test_the_rows_that_records_share_are_laid_out_and_sent_once(stale: bool) -> None:
+    """Bit for bit what each record by itself gives; on a device that is not the host's."""
+    older = torch.tensor([False, True, True, False, True, False]) if stale else None
+    valid = torch.tensor([True, False, True, True, True, False])
+    made = {("expert_input", 64): 0, ("key", 128): 1, ("value", 128): 2}
+    micro = MicroBatch(7, {
+        (site, layer): replace(record("nvfp4", 1.125, 6, k, seed=3 * layer + seed)[1], valid=valid, stale=older)
+        for layer in (0, 1, 2) for (site, k), seed in made.items()
+    })  # fmt: skip
+    packed = torch.cat([torch.cat(row_numbers([3, 2])), torch.zeros(1, dtype=torch.int64)])[None]
+    layout = rank_layout(packed, config(sequence_parallel=True), 0, 2)
+    tokens = torch.zeros(6, dtype=torch.int64)
+    local = localize(micro, layout, {0, 2}, tokens)
+    assert len(local.guidance) == 6
+    for (site, layer), got in local.guidance.items():
+        rows = layout.experts if site == "expert_input" else layout.attention
+        alone = micro.guidance[site, layer].select(rows.clamp(min=0))
+        if site != "expert_input":
+            alone = head_columns(alone, layout.heads, layout.head_size)
+        assert torch.equal(got.payload, alone.payload)
+        assert got.header == alone.header
+        assert torch.equal(got.valid, alone.valid & (rows >= 0))
+        assert (got.stale is None) == (older is None)
+        if got.stale is not None and alone.stale is not None:
+            assert torch.equal(got.stale[rows >= 0], alone.stale[rows >= 0])
+    sent = localize(micro, layout, {0, 2}, tokens, "meta").guidance.values()
+    for mask in ("valid", "stale"):
+        masks = [getattr(g, mask) for g in (*local.guidance.values(), *sent)]
+        assert len({id(m) for m in masks}) == (4 if mask == "valid" or stale else 1)  # rows of experts, and of heads
+    assert {t.device.type for g in sent for t in (g.payload, g.valid, g.stale) if t is not None} == {"meta"}
+
+
 @pytest.mark.parametrize(("groups", "sequence_parallel"), [(4, True), (4, False), (1, False)])
 def test_tensor_parallel_ranks_count_each_probed_value_once(groups: int, sequence_parallel: bool) -> None:
     rows, head = torch.tensor([0, 2, 4]), 128 // groups

@@ -157,6 +157,22 @@ def test_another_method_is_one_key(tmp_path: Path) -> None:
         select_loss(config, settings.mode)
 
 
+def test_the_band_is_set_on_the_command_line_as_every_key_is() -> None:
+    def band(name: str, *overrides: str) -> float | None:
+        settings = read_settings(composed(name, *overrides).actor_rollout_ref.model.override_config)
+        assert settings is not None
+        return settings.recipe(48).band
+
+    for name, plus in (("cpu", "+"), (LARGE[0], "")):
+        key = f"{plus}{KEY}.guidance.band"
+        assert band(name) == band(name, f"{key}=null") == 0.06
+        assert band(name, f"{key}=none") is None
+        assert band(name, f"{key}=0.03") == 0.03
+        assert band(name, f"{KEY}.method=trace-paper") is None
+        with pytest.raises(TracefpError, match=r"guidance\.band must be greater than 0 and at most 1"):
+            band(name, f"{key}=2")
+
+
 def test_a_misspelt_setting_in_a_recipe_is_refused() -> None:
     config = composed("cpu", f"+{KEY}.guidance.lost_after=3")
     with pytest.raises(TracefpError, match=r"guidance\.lost_after in .*did you mean .*lost_after_steps"):

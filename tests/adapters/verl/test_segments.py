@@ -5,15 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tiny import make_engine, tiny_config, tiny_model, tiny_weights
 from tracefp4.adapters.verl.guided import GuidedForward, Row
-from tracefp4.adapters.verl.segments import Joined, Piece, Segment, join_pieces, key_value_sources, make_note, read_note
+from tracefp4.adapters.verl.segments import (
+    Joined,
+    Piece,
+    Segment,
+    SegmentBuilder,
+    join_pieces,
+    key_value_sources,
+    make_note,
+    read_note,
+)
 from tracefp4.adapters.verl.settings import read_settings
-from tracefp4.guidance import GuidanceError
+from tracefp4.formats import get_format
+from tracefp4.guidance import GuidanceError, decode
 from tracefp4.guidance.disk import ShardStore
 from tracefp4.nn import MicroBatch
 from tracefp4.rollout.engine import RolloutEngine
@@ -80,8 +91,8 @@ def store(tmp_path: Path) -> ShardStore:
     return ShardStore(str(tmp_path / "g"))
 
 
-def guided(store: ShardStore) -> GuidedForward:
-    guidance = {"url": store.url, "wait_seconds": 0}
+def guided(store: ShardStore, **given: Any) -> GuidedForward:
+    guidance = {"url": store.url, "wait_seconds": 0, **given}
     settings = read_settings({"model_config": {}, "tracefp4": {"method": "trace-all", "guidance": guidance}})
     assert settings is not None
     return GuidedForward(tiny_model(tiny_config()), settings)
@@ -116,6 +127,50 @@ def test_a_piece_of_the_trainers_version_has_no_band_though_an_older_one_precede
     for guidance in micro.guidance.values():
         assert guidance.stale is not None
         assert guidance.stale.tolist() == [stale[0]] * seam + [stale[1]] * (end - seam) + [False]
+
+
+def test_all_sites_and_layers_share_one_mask_of_stale_rows(store: ShardStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.Tensor] = []
+    make = SegmentBuilder._stale
+
+    def counted(*args: Any) -> torch.Tensor:
+        made.append(make(*args))
+        return made[-1]
+
+    monkeypatch.setattr(SegmentBuilder, "_stale", counted)
+    rows = [rolled_under_two_versions(store).row()] * 2
+    micro, _, _ = guided(store).micro_batch(rows, 1)
+    assert len(made) == len(rows), "one mask a response, whatever its pieces, sites and layers"
+    assert len(micro.guidance) == 6
+    assert len({id(g.stale) for g in micro.guidance.values()}) == 1
+    assert len({id(g.valid) for g in micro.guidance.values()}) == 1
+
+
+@pytest.mark.parametrize(("given", "band"), [({}, 0.06), ({"band": 0.2}, 0.2), ({"band": "none"}, None)])
+def test_the_forward_follows_older_pieces_within_the_band_that_is_set(
+    store: ShardStore, given: dict[str, Any], band: float | None
+) -> None:
+    rolled = rolled_under_two_versions(store)
+    seam, end = rolled.parts[0].num_rows, len(rolled.tokens) - 1
+    forward = guided(store, **given)
+    micro, _, _ = forward.micro_batch([rolled.row()], 1)
+    differ = []
+    for (site, layer), record in micro.guidance.items():
+        assert (record.stale is None) == (band is None)
+        x = torch.randn(record.header.shape, generator=torch.Generator().manual_seed(layer))
+        with forward.context.armed(micro):
+            y = forward.context.round_site(site, layer, x)[:end]
+        fmt, own = get_format(record.header.format), forward.recipe.site_encode_scale(site)
+        scale = torch.tensor(own) if isinstance(own, float) else own
+        followed, near = (
+            fmt.dequantize(decode(replace(record, stale=None if b is None else torch.ones_like(record.valid)), x,
+                                  own_encode_scale=scale, band=b)[0])[:end]
+            for b in (None, band)
+        )  # fmt: skip
+        assert torch.equal(y[seam:], followed[seam:]), "the piece of the trainer's version is followed everywhere"
+        assert torch.equal(y[:seam], near[:seam])
+        differ.append(bool((near[:seam] != followed[:seam]).any()))
+    assert set(differ) == {band is not None}
 
 
 def test_key_and_value_come_from_the_piece_that_read_them_most(store: ShardStore) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tracefp4.adapters.verl.sampling import RequestSeeds, to_sampling_params
-from tracefp4.adapters.verl.settings import read_settings
+from tracefp4.adapters.verl.settings import KEY, read_settings
 from tracefp4.adapters.verl.versions import check_verl_version
 from tracefp4.errors import TracefpError
 
@@ -72,6 +72,53 @@ def test_probes_need_a_folder_that_both_sides_reach() -> None:
     with pytest.raises(TracefpError, match=r"probe\.every needs .*guidance\.url"):
         settings(method="qat", probe={"every": 1})
     assert settings(method="bf16", probe={"every": 1}).probe.every == 1
+
+
+def with_band(method: str, **guidance: Any) -> Any:
+    return settings(method=method, guidance={"url": "g", **guidance})
+
+
+def test_the_band_of_older_records_is_the_methods_own_or_the_users() -> None:
+    assert with_band("trace").recipe(4).band == with_band("trace", band=None).recipe(4).band == 0.06
+    assert with_band("trace-paper").recipe(4).band is None
+    assert with_band("trace", band="none").recipe(4).band is None
+    for method in ("trace", "trace-all", "trace-paper", "trace@mxfp4-w4a4"):
+        assert with_band(method, band=0.03).recipe(4).band == 0.03
+        same = {with_band(method, **given).recipe(4).hash for given in ({}, {"band": 0.03}, {"band": "none"})}
+        assert len(same) == 1, "replica and trainer make and read the same records with any band"
+    for method in ("qat", "quads", "bf16"):  # they read none
+        assert with_band(method, band=0.03).recipe(4) == with_band(method).recipe(4)
+
+
+@pytest.mark.parametrize(
+    ("band", "said"),
+    [
+        (0, "greater than 0 and at most 1 or 'none', got 0"),
+        (1.5, "greater than 0 and at most 1 or 'none', got 1.5"),
+        (-0.06, "greater than 0 and at most 1 or 'none', got -0.06"),
+        ("nan", "a finite number or 'none', got \"nan\""),
+        ("wide", "a number or 'none', got \"wide\""),
+        (True, "a number, got true"),
+        ([0.06], "a number or 'none', got [0.06]"),
+    ],
+)
+def test_a_band_that_is_none_is_refused_in_one_sentence(band: Any, said: str) -> None:
+    with pytest.raises(TracefpError) as error:
+        with_band("trace", band=band)
+    assert str(error.value) == f"guidance.band must be {said} in {KEY}"
+
+
+def test_a_band_under_another_key_is_refused_with_the_right_one() -> None:
+    with pytest.raises(TracefpError, match=r"^unknown key guidance\.bands in \S+; did you mean guidance\.band\?$"):
+        with_band("trace", bands=0.06)
+    with pytest.raises(TracefpError, match=r"^unknown key band in \S+; it exists as guidance\.band$"):
+        settings(method="trace", guidance={"url": "g"}, band=0.06)
+
+
+def test_true_is_no_number_in_any_setting_and_a_number_may_be_text() -> None:
+    assert with_band("trace", keep_gb="2").guidance.keep_gb == 2  # what ${oc.env:...} gives
+    with pytest.raises(TracefpError, match=r"guidance\.keep_gb must be a number, got true"):
+        with_band("trace", keep_gb=True)
 
 
 def test_the_compute_dtype_is_the_rollouts_unless_the_method_is_about_it() -> None:

@@ -76,25 +76,30 @@ def localize(
     token_ids_N int64 [N]. Rows of Megatron's own padding have no record, and choose their experts by themselves, as do
     rows whose recorded experts are not distinct. Probed rows are those that this rank counts.
     """
-    real = {name: rows >= 0 for name, rows in (("attention", layout.attention), ("experts", layout.experts))}
-    valid: dict[tuple[int, str], Tensor] = {}  # all records share one tensor: it is sent once
+    rows_of = {"attention": layout.attention, "experts": layout.experts}
+    masks: dict[tuple[int, str], Tensor] = {}  # all records share theirs: each is laid out and sent once
+
+    def shared(mask_N: Tensor, name: str) -> Tensor:
+        key = (id(mask_N), name)
+        if key not in masks:
+            masks[key] = (mask_N[rows_of[name].clamp(min=0)] & (rows_of[name] >= 0)).to(device)
+        return masks[key]
+
     guidance = {}
     for (site, layer), record in micro_batch.guidance.items():
         if layer not in layers:
             continue
         name = "experts" if site == "expert_input" else "attention"
-        local = record.select(getattr(layout, name).clamp(min=0))
-        key = (id(record.valid), name)
-        if key not in valid:
-            valid[key] = (local.valid & real[name]).to(device)
+        local = record.select(rows_of[name].clamp(min=0))
         if site != "expert_input":
             local = head_columns(local, layout.heads, layout.head_size)
-        guidance[site, layer] = replace(local.to(device), valid=valid[key])
+        valid, stale = shared(record.valid, name), None if record.stale is None else shared(record.stale, name)
+        guidance[site, layer] = replace(local, valid=valid, stale=stale).to(device)  # those two lie there already
     routing: dict[int, tuple[Tensor, Tensor]] = {}
     for layer, (experts_NK, valid_N) in micro_batch.experts.items():
         if layer in layers:
             rows = layout.experts.clamp(min=0)
-            local_experts, usable = experts_NK[rows], valid_N[rows] & real["experts"]
+            local_experts, usable = experts_NK[rows], valid_N[rows] & (layout.experts >= 0)
             # A row that names an expert twice was filled in by somebody; Megatron would send it once, and lose count.
             usable &= (local_experts.sort(-1).values.diff(dim=-1) != 0).all(-1)
             routing[layer] = (local_experts.to(device), usable.to(device))

@@ -63,7 +63,7 @@ class TracefpFSDPEngine(FSDPEngineWithLMHead):
             self.guided.check_applied(self.module)
             recipe_hash = self.guided.recipe.hash
             if self.rank == 0:
-                print(f"tracefp4: method {self._settings.method}, recipe {recipe_hash}, every hook applied")  # type: ignore[union-attr]
+                print(f"tracefp4: {self.guided.settings.described(self.guided.recipe)}, every hook applied")
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -123,12 +123,12 @@ class TracefpFSDPEngine(FSDPEngineWithLMHead):
         super().save_checkpoint(local_path, hdfs_path, global_step, *args, **kwargs)
         if self.guided is not None and self.rank == 0:
             assert self._settings is not None
-            checkpoint.write(local_path, self._settings.method, self.guided.recipe.hash, global_step)
+            checkpoint.write(local_path, self._settings.method, self.guided.recipe, global_step)
 
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         if self.guided is not None:
             assert self._settings is not None
-            note = checkpoint.check(local_path, self._settings.method, self.guided.recipe.hash)
+            note = checkpoint.check(local_path, self._settings.method, self.guided.recipe)
             if self.rank == 0:
                 print(f"tracefp4: {note}")
         super().load_checkpoint(local_path, *args, **kwargs)

@@ -129,8 +129,7 @@ class TracefpMegatronEngine(MegatronEngineWithLMHead):
             self.guided.check_applied(self.module)
             state.recipe_hash = self.guided.recipe.hash
             if torch.distributed.get_rank() == 0:
-                method = self.guided.settings.method
-                print(f"tracefp4: method {method}, recipe {state.recipe_hash}, every hook applied")
+                print(f"tracefp4: {self.guided.settings.described(self.guided.recipe)}, every hook applied")
 
     # -- forward ------------------------------------------------------------------------------------------------
 

@@ -246,7 +246,7 @@ class SegmentBuilder(MicroBatchBuilder):
         piece prefills anew what older ones recorded, and reads none of it."""
         stale = torch.ones(record.rows, dtype=torch.bool)
         for s in trajectory.segments if isinstance(trajectory, SegmentedTrajectory) else ():
-            stale[s.start : s.stop] = any(v != version for v in s.versions)
+            stale[s.start : s.stop] = s.versions.count(version) < len(s.versions)
         return stale
 
     def _join(self, t: Trajectory, version: int, counts: RowCounts) -> tuple[TrajectoryGuidance | None, Tensor | None]:

@@ -12,10 +12,10 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from tracefp4.config import ConfigError, StrictModel
-from tracefp4.config_problems import Explainer
+from tracefp4.config_problems import Explainer, coerced_values, joined
 from tracefp4.errors import TracefpError
 from tracefp4.guidance.disk import GuidanceStoreConfig
-from tracefp4.methods import Method, QuantConfig, get_method, list_methods
+from tracefp4.methods import Band, Method, MethodConfig, QuantConfig, get_method, list_methods
 from tracefp4.recipe import QuantRecipe
 from tracefp4.train.losses.tbpo import TBPOConfig
 from tracefp4.train.losses.triage import TriageConfig
@@ -27,7 +27,9 @@ class GuidanceSettings(GuidanceStoreConfig):
     """The guidance store, and when its loss ends the run.
 
     url: a folder or fsspec URL that every rollout and trainer process reaches; required by guided methods.
-    max_version_diff: guidance of weights older than this many versions falls back to nearest rounding.
+    max_version_diff: guidance of weights older than this many versions falls back to nearest rounding. band: of the
+    records of older weights that remain, in how many slots about a rounding border they count; "none": everywhere;
+    None: as the method does (docs/decisions/0008-stale-records-have-a-band.md). Unguided methods ignore it.
     lost_below: a step whose share of guided rows is smaller counts as lost. lost_after_steps: this many lost steps in a
     row end the run with an error; 0 only logs the share.
     """
@@ -35,6 +37,7 @@ class GuidanceSettings(GuidanceStoreConfig):
     wait_seconds: float = Field(2.0, ge=0)
     keep_gb: float = Field(16.0, ge=0)
     max_version_diff: int = Field(3, ge=0, lt=2**30)
+    band: Band = None
     lost_below: float = Field(0.5, ge=0, le=1)
     lost_after_steps: int = Field(3, ge=0)
 
@@ -63,10 +66,15 @@ class AdapterSettings(StrictModel):
 
     @property
     def mode(self) -> Method:
-        return get_method(self.method)
+        return get_method(self.method).configured(MethodConfig(name=self.method, band=self.guidance.band))
 
     def recipe(self, num_layers: int) -> QuantRecipe:
         return self.mode.recipe(self.quant, num_layers)
+
+    def described(self, recipe: QuantRecipe) -> str:
+        """For the log: the method and what its recipe came to."""
+        band = f", band {band_name(recipe.band)}" if self.mode.guidance else ""
+        return f"method {self.method}, recipe {recipe.hash}{band}"
 
     def dtype(self, configured: str) -> Literal["bfloat16", "float32"]:
         """Compute dtype of both paths, given ``rollout.dtype``. Raises TracefpError for one that the engine lacks."""
@@ -74,6 +82,11 @@ class AdapterSettings(StrictModel):
         if name not in ("bfloat16", "float32"):
             raise TracefpError(f"actor_rollout_ref.rollout.dtype must be bfloat16 or float32, got {configured}")
         return "float32" if name == "float32" else "bfloat16"
+
+
+def band_name(band: float | None) -> str:
+    """A recipe's band as ``guidance.band`` says it."""
+    return "none" if band is None else f"{band:g}"
 
 
 def read_settings(override_config: Mapping[str, Any] | None) -> AdapterSettings | None:
@@ -90,10 +103,14 @@ def read_settings(override_config: Mapping[str, Any] | None) -> AdapterSettings 
             "verl writes every override into the checkpoint's own config"
         )
     plain = _plain(data)
+    explainer = Explainer(KEY, {}, plain, AdapterSettings)
     try:
         settings = AdapterSettings.model_validate(plain)
     except ValidationError as error:
-        raise ConfigError(Explainer(KEY, {}, plain, AdapterSettings).explain(error)) from None
+        raise ConfigError(explainer.explain(error)) from None
+    # Text may be a number here, as YAML's ${oc.env:...} gives it; true is none.
+    if wrong := [found for found in coerced_values(plain, settings) if isinstance(found[1], bool)]:
+        raise ConfigError(joined([explainer.wrong_type(*found) for found in wrong]))
     if why := _why_not_in_verl(settings.mode):
         names = ", ".join(m.name for m in list_methods() if not _why_not_in_verl(m))
         raise TracefpError(f"method {settings.method} {why}; use one of {names}")
