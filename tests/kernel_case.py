@@ -14,6 +14,7 @@ from tracefp4.recipe import QuantRecipe
 from tracefp4.rollout.config import RolloutConfig
 from tracefp4.rollout.engine import RolloutEngine
 from tracefp4.rollout.kernel_model import KernelModel
+from tracefp4.rollout.model import ModelShape
 from tracefp4.types import Request
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -63,13 +64,11 @@ def engine(
     name = "torch" if backend == "torch" else "triton"
     sizes = {"max_num_seqs": 4, "max_model_len": 48, "page_size": 16, "backend": name, **settings}
     device = DEVICE if backend == "triton" else "cpu"
-    made = RolloutEngine(config, recipe, RolloutConfig(**sizes), store, device)
+    references = None
     if backend == "references":
-        assert isinstance(made.model, KernelModel)
-        assert made.kernels is not None
-        made.model.backend = made.kernels.pool.backend = "torch"
-        if made.model.compensation is not None:
-            made.model.compensation.backend = "torch"
+        dtype = getattr(torch, RolloutConfig(**sizes).dtype)
+        references = KernelModel(ModelShape.from_hf(config), recipe, dtype, device, "torch")
+    made = RolloutEngine(config, recipe, RolloutConfig(**sizes), store, device, references)
     if load:
         made.update_weights(tiny_weights(config).items(), 0)
     return made

@@ -560,7 +560,11 @@ OUTPUTS = [
         "train r.toml --out out --overwrite", "out holds no tracefp4 run.*choose another --out", taken, "out is no run"
     ),
     command(
-        "train r.toml --out out --resume", "out holds no tracefp4 run.*choose another --out", taken, "nothing to resume"
+        "train r.toml --out out --resume",
+        r"^error: out is no run to go on with, it lacks metrics.jsonl and holds notes.txt: give the folder of a run as "
+        r"--out, or a new folder without --resume$",
+        taken,
+        "nothing to resume",
     ),
     command(
         "compare r.toml --modes bf16 --seeds 0 --out out",

@@ -1,13 +1,23 @@
 """Recipes: what loads, and the sentence that each wrong input gets."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 import pytest
 from pydantic import Field, ValidationError, model_validator
 
-from tracefp4.config import ConfigError, StrictModel, config_hash, load_config, parse_override, resolved
+from tracefp4.config import (
+    ConfigError,
+    StrictModel,
+    config_hash,
+    load_config,
+    parse_override,
+    resolved,
+    with_overrides,
+)
 from tracefp4.errors import TracefpError
+from tracefp4.loop.config import RunConfig
 
 
 class Train(StrictModel):
@@ -21,6 +31,12 @@ class Train(StrictModel):
     def _even(self) -> Self:
         if self.steps == 77:
             raise ValueError("steps must not be 77")
+        if self.steps == 78:
+            raise ValueError("train.steps must not be 78, and train.lr not either")
+        if self.steps == 79:
+            raise ValueError("train is not to take 79 steps")
+        if self.steps == 80:
+            raise ValueError("training takes 80 steps")
         return self
 
 
@@ -180,6 +196,54 @@ def test_wrong_override(recipe: str, override: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(recipe, [override], Recipe)
     assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("steps", "sentence"),
+    [
+        (78, "train.steps must not be 78, and train.lr not either (in the override 'train.steps=78')"),
+        (79, "train is not to take 79 steps (in the override 'train.steps=79')"),
+        (80, "train: training takes 80 steps (in the override 'train.steps=80')"),
+    ],
+)
+def test_a_rule_that_names_its_section_has_no_prefix_of_it(recipe: str, steps: int, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe, ["train.cap=2", f"train.steps={steps}"], Recipe)
+    assert str(caught.value) == sentence
+
+
+def test_a_rule_that_names_its_keys_blames_the_override_of_one(recipe: str) -> None:
+    for order in (["train.steps=78", "train.cap=2"], ["train.cap=2", "train.steps=78"]):
+        with pytest.raises(ConfigError, match=r"either \(in the override 'train\.steps=78'\)$"):
+            load_config(recipe, order, Recipe)
+
+
+RULES = [
+    ["run.lag=1", "run.asynchronous=true"],
+    ["run.eval_every=5"],
+    ["run.keep_best=1"],
+    ["train.triage.severe_below=-0.1"],
+    ["method.bits=3"],
+    ["method.name=quads", "run.asynchronous=true", "run.lag=2"],
+    ["quant.kv=mxfp8-rceil"],
+    ["quant.kv=fp5"],
+    ["task.min_terms=9", "task.max_terms=8"],
+    ["task.name=dataset", "task.path=x", "task.check.kind=math", "task.check.function=f.py:g"],
+    ["task.name=text_search", "task.path=x"],
+    ["task.name=reasoning_gym", 'task.families=["a", "a"]'],
+    ["rollout.dtype=float32"],
+    ["run.lag=9"],
+    ["run.lag=1", "run.asynchronous=true", "run.keep_best=1", "train.triage.severe_below=-0.1", "method.bits=3"],
+]
+"""Settings that rules of a section, of a key, or across sections refuse."""
+
+
+@pytest.mark.parametrize("overrides", RULES, ids=" ".join)
+def test_no_sentence_says_a_section_twice(overrides: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        with_overrides({}, overrides, RunConfig, "a recipe")
+    for sentence in str(caught.value).split("; "):
+        assert re.match(r"([a-z_.]+): \1\b", sentence) is None, sentence
 
 
 def test_all_problems_are_named(recipe: str) -> None:

@@ -109,10 +109,11 @@ class Explainer:
             return f"{name} is required and missing in {self.path}"
         if kind in ("value_error", "assertion_error"):
             message = details[0]["msg"].split(", ", 1)[-1]
-            if not loc:  # a rule across sections: blame the override whose key it names, if one does
-                named = [source for keys, source in self.sources.items() if dotted(keys) in message]
-                return f"{message} (in {named[-1] if named else source})"
-            return f"{name}: {message} (in {source})"
+            if loc and not message.startswith((f"{name}.", f"{name} ")):
+                return f"{name}: {message} (in {source})"
+            # The rule names its keys in full: blame the override of one of them, if there is one.
+            named = [source for keys, source in self.sources.items() if dotted(keys) in message]
+            return f"{message} (in {named[-1] if named else source})"
         expected = list(dict.fromkeys(self._expectation(loc, detail) for detail in details))
         return self.wrong_type(loc, details[0]["input"], " or ".join(expected)) + _near_literal(details)
 

@@ -17,6 +17,7 @@ from tracefp4.report import (
     read_jsonl,
     write_json_atomic,
 )
+from tracefp4.report.logger import check_own
 
 
 def test_lines_are_sorted_and_repeat_exactly(tmp_path: Path) -> None:
@@ -125,6 +126,44 @@ def test_overwrite_spares_what_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="holds no tracefp4 run, so --overwrite leaves it alone"):
         create_run_dir(tmp_path, overwrite=True)
     assert (tmp_path / "thesis.tex").exists()
+
+
+def test_what_may_be_gone_on_with(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    check_own(run)
+    run.mkdir()
+    check_own(run)
+    (run / "config.json").write_text("{}")  # killed before its first step
+    check_own(run)
+    for name in ("metrics.jsonl", "report.html"):  # what is written into a run's folder later may be there too
+        (run / name).write_text("{}\n")
+        check_own(run)
+
+
+@pytest.mark.parametrize(
+    ("names", "lacks", "holds", "remedy"),
+    [
+        (["thesis.tex"], "metrics.jsonl", "thesis.tex", "the folder of a run"),
+        (["config.json", "model.safetensors"], "metrics.jsonl", "model.safetensors", "the folder of a run"),
+        (["metrics.jsonl", "thesis.tex"], "run.json", "thesis.tex", "the folder of a run"),
+        (["metrics.jsonl"], "run.json", "metrics.jsonl", "the folder of a run"),
+        (["seed0/metrics.jsonl", "seed1/metrics.jsonl"], "metrics.jsonl", "seed0", "one of the runs in it, such as "),
+    ],
+)
+def test_what_is_no_run_is_not_gone_on_with(
+    tmp_path: Path, names: list[str], lacks: str, holds: str, remedy: str
+) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    with pytest.raises(RunFolderError) as caught:
+        check_own(tmp_path)
+    if remedy.endswith("as "):
+        remedy += str(tmp_path / "seed0")
+    assert str(caught.value) == (
+        f"{tmp_path} is no run to go on with, it lacks {lacks} and holds {holds}: give {remedy} as --out, or a new "
+        "folder without --resume"
+    )
 
 
 def test_folders_that_cannot_be_made(tmp_path: Path) -> None:

@@ -87,7 +87,31 @@ def test_looking_does_not_keep_a_run_from_starting(tmp_path: Path) -> None:
     assert not lock_held(tmp_path)
 
 
+def test_a_run_that_ended_before_its_first_step_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    ended = (
+        f"{run} is empty, as a run leaves it that ends before its first step: the command that began it begins it anew"
+    )
+    for options in ([], ["--json"]):
+        with pytest.raises(SystemExit) as stop:
+            main(["status", str(run), *options])
+        assert stop.value.code == 2
+        assert capsys.readouterr().err == f"error: {ended}\n"
+    with (
+        folder_lock(run),
+        pytest.raises(ReportError, match="run has no step to tell of yet: a process holds it"),
+    ):
+        statuses([run])
+    (run / "run.lock").touch()  # of a process that was killed before it wrote anything
+    with pytest.raises(ReportError, match="is empty, as a run leaves it"):
+        statuses([run])
+
+
 def test_a_folder_without_runs_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
     with pytest.raises(ReportError, match=r"^no run found in .*: neither it nor a folder below it holds metrics.jsonl"):
         statuses([tmp_path])
     with pytest.raises(ReportError, match="is no folder"):

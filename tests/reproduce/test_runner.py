@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -39,6 +40,11 @@ MakeUp = Callable[..., Plan]
 DIVERGED = "print('error: the run diverged in step 7: the policy loss is not finite; no state'); raise SystemExit(1)"
 REFUSED = "print('error: train.lr must be positive'); raise SystemExit(2)"
 CRASHED = "print('Traceback'); raise SystemExit(1)"
+LATE = "print('error: final.json cannot be written (No space left on device)'); raise SystemExit(2)"
+DISK_FULL = RUN.replace('(run / "final.json")', f'if not done:\n    {LATE}\n(run / "final.json")')
+"""Ends after its last step, the first time."""
+NO_ANSWERS = RUN.replace("for form in forms", f"{LATE.replace('final', 'eval')}\nfor form in forms")
+SOME_ANSWERS = RUN.replace('(evaluation / "timing.jsonl")', f'{LATE}\n(evaluation / "timing.jsonl")')
 
 
 def run(
@@ -271,6 +277,51 @@ def test_a_refused_row_is_left_out_and_the_rest_goes_on(made_up: MakeUp) -> None
     assert outcome.failed == {"dynamics/qat, seed 0": why}  # type: ignore[attr-defined]
     assert f"dynamics/qat, seed 0: {why}" in lines
     assert [spec.done for spec in plan.specs] == [spec.arm.name != "qat" for spec in plan.specs]
+
+
+def test_an_error_after_the_first_step_is_the_runs_own_and_it_is_tried_again(made_up: MakeUp) -> None:
+    plan = made_up(sources={"qat": DISK_FULL}, seeds=(0, 1))
+    lines, outcome = run(plan, jobs=1)
+    why = "failed after 20 of 20 steps: error: final.json cannot be written (No space left on device); its log is "
+    assert outcome.failed == {  # type: ignore[attr-defined]
+        f"dynamics/qat, seed {seed}": f"{why}{plan.specs[1].folder / f'seed{seed}.log'}" for seed in (0, 1)
+    }
+    assert outcome.refused == []  # type: ignore[attr-defined]
+    assert any(line.startswith(f"dynamics/qat, seed 1: {why}") for line in lines)
+    assert [spec.done for spec in plan.specs] == [spec.arm.name != "qat" for spec in plan.specs]
+    lines, outcome = run(plan, jobs=1)
+    assert "dynamics/qat, seed 0: going on after step 20" in lines
+    assert outcome.failed == {}  # type: ignore[attr-defined]
+    assert plan.complete
+
+
+def test_no_command_ends_because_all_of_its_runs_failed_late(made_up: MakeUp) -> None:
+    plan = made_up(sources={"bf16": DISK_FULL}, modes=("bf16",), seeds=(0,))
+    _, outcome = run(plan)
+    assert list(outcome.failed) == ["dynamics/bf16, seed 0"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("source", [NO_ANSWERS, SOME_ANSWERS])
+def test_an_error_in_an_evaluation_is_the_runs_own_once_it_is_trained(made_up: MakeUp, source: str) -> None:
+    plan = made_up(sources={"qat": source}, modes=("bf16", "qat"), seeds=(0, 1))
+    _, outcome = run(plan, jobs=1)
+    assert outcome.refused == []  # type: ignore[attr-defined]
+    assert len(outcome.failed) == 2, "each seed is tried"  # type: ignore[attr-defined]
+    assert all("failed in its evaluation: error: " in why for why in outcome.failed.values())  # type: ignore[attr-defined]
+    assert plan.specs[1].trained
+    assert not plan.specs[1].done
+
+
+@pytest.mark.parametrize(("source", "refused"), [(REFUSED, 1), (SOME_ANSWERS, 0)])
+def test_a_row_that_only_evaluates_is_refused_before_its_first_answer(
+    made_up: MakeUp, source: str, refused: int
+) -> None:
+    only = "import sys\nif 'nvfp4' in sys.argv[2]:\n" + textwrap.indent(source, "    ") + "\nelse:\n"
+    source = only + textwrap.indent(RUN, "    ")
+    plan = made_up(sources={"bf16": source}, experiment="ptq", modes=("bf16", "ptq:nvfp4"), seeds=(0,))
+    _, outcome = run(plan)
+    assert len(outcome.failed) == 1  # type: ignore[attr-defined]
+    assert len(outcome.refused) == refused  # type: ignore[attr-defined]
 
 
 def test_settings_that_all_rows_refuse_end_all(made_up: MakeUp) -> None:

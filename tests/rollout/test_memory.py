@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -9,7 +10,10 @@ import torch
 
 from kernel_case import dense, engine, moe, requests
 from tiny import tiny_recipe
+from tracefp4.config import with_overrides
 from tracefp4.errors import TracefpError
+from tracefp4.loop import RunConfig
+from tracefp4.loop.parts import preflight
 from tracefp4.recipe import Compensation, QuantRecipe
 from tracefp4.rollout.config import RolloutConfig, resolve
 from tracefp4.rollout.memory import plan, weight_bytes
@@ -161,12 +165,32 @@ def test_models_that_the_kernels_do_not_take(config: Any, quant: dict[str, Any],
     engine("naive", "torch", config, quant, load=False)
 
 
-def test_triton_on_the_cpu_needs_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without a GPU where nobody has set TRITON_INTERPRET."""
     triton = pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("tensors are on the GPU")
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    made = engine("naive", "triton")
-    made.add_request(requests(1)[0])
-    with pytest.raises(TracefpError, match="backend 'triton' needs tensors on a GPU"):
-        made.step()
+
+
+NEEDS_GPU = r'rollout.backend "triton" needs tensors on a GPU: set the device to cuda, or set rollout.backend="torch"$'
+
+
+@pytest.mark.parametrize("config", [moe(), moe(head_dim=32)], ids=str)
+def test_triton_on_the_cpu_is_refused_for_the_device_whatever_the_model(compiled: None, config: Any) -> None:
+    with pytest.raises(TracefpError, match=NEEDS_GPU):
+        engine("naive", "triton", config)
+    assert len(engine("naive", "references").generate(requests(1))) == 1
+
+
+def test_a_run_with_triton_on_the_cpu_is_refused_at_its_start(compiled: None) -> None:
+    settings = ["rollout.backend=triton", "run.device=cpu"]  # of a model whose head_dim the kernels do not take either
+    with pytest.raises(TracefpError, match=NEEDS_GPU):
+        preflight(with_overrides({}, settings, RunConfig, "a recipe"))
+
+
+def test_a_machine_without_triton_is_told_so_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(TracefpError, match=r"needs the package triton, which is not installed: pip install triton, or"):
+        engine("naive", "triton", moe(head_dim=32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from types import ModuleType
 
 from torch import Tensor
@@ -27,13 +28,17 @@ def kernel_module(backend: str, op: str, *tensors: Tensor) -> ModuleType | None:
         return None
     if backend != "triton":
         raise KernelError(f"unknown kernel backend {backend!r}; one of {', '.join(BACKENDS)}")
+    if (why := triton_missing(t.device.type for t in tensors)) is not None:
+        raise KernelError(f"backend 'triton' needs {why}, or choose backend 'torch'")
+    return importlib.import_module(f"tracefp4.kernels.{op}.triton")
+
+
+def triton_missing(devices: Iterable[str]) -> str | None:
+    """What Triton's kernels need and lack for operands on these types of device, with the remedy; None for nothing."""
     try:
         import triton
-    except ImportError as error:
-        raise KernelError(
-            "backend 'triton' needs the package triton, which is not installed: pip install triton, "
-            "or choose backend 'torch'"
-        ) from error
-    if not triton.knobs.runtime.interpret and any(t.device.type != "cuda" for t in tensors):
-        raise KernelError("backend 'triton' needs tensors on a GPU; choose backend 'torch' on the CPU")
-    return importlib.import_module(f"tracefp4.kernels.{op}.triton")
+    except ImportError:
+        return "the package triton, which is not installed: pip install triton"
+    if not triton.knobs.runtime.interpret and any(device != "cuda" for device in devices):
+        return "tensors on a GPU: set the device to cuda"
+    return None

@@ -28,7 +28,8 @@ from tracefp4.nn.loading import (
     read_tokenizer,
 )
 from tracefp4.recipe import QuantRecipe
-from tracefp4.rollout.engine import RolloutConfig, RolloutEngine
+from tracefp4.rollout.config import RolloutConfig, check_device
+from tracefp4.rollout.engine import RolloutEngine
 from tracefp4.rollout.model import ModelShape
 from tracefp4.saves import SaveSizes
 from tracefp4.tasks import Exchanges, Prompt, PromptEncoder, Task, ToolTask, make_task, score_all
@@ -215,6 +216,7 @@ def preflight(config: RunConfig, task: Task | None = None, training: bool = True
     if config.run.threads > (os.cpu_count() or 1):
         raise TracefpError(f"run.threads {config.run.threads} exceeds this machine's {os.cpu_count()} cores")
     device = resolve_device(config.run.device)
+    check_device(config.rollout, device)  # before what the kernels do not take: they are not there
     rollout, train = config.rollout, config.train
     path = model_path(config.model.path)
     method = get_method(config.method.name).configured(config.method)

@@ -24,7 +24,7 @@ from tracefp4.loop.training import TrainingRun, response_samples
 from tracefp4.methods import get_method
 from tracefp4.report import RunLogger, StepLog, progress, read_jsonl, write_json_atomic
 from tracefp4.report.events import lines_before
-from tracefp4.report.logger import CONFIG, EVENTS, FINAL, METRICS, RUN, SAMPLES, TIMING, steps_before
+from tracefp4.report.logger import CONFIG, EVENTS, FINAL, METRICS, RUN, SAMPLES, TIMING, check_own, steps_before
 from tracefp4.report.notify import Notifier, for_run
 from tracefp4.report.provenance import append_resume, checkpoint_fingerprint, provenance
 from tracefp4.saves import CHECKPOINT, STATES, Position, Saves, check_guidance_space, check_space, space_missing
@@ -76,6 +76,7 @@ def check_start(planned: Sequence[tuple[RunConfig, Path]], resume: bool = False)
         parts = preflight(config)
         parts.close()
         if resume:
+            check_own(run_dir)
             check_resumable(config, run_dir)
         need += space_missing(run_dir, parts.sizes, config.run)
         # What is on its way goes with the run. Runs of several methods may run together, those of several seeds do not.

@@ -66,6 +66,24 @@ def create_run_dir(path: str | Path, *, overwrite: bool = False) -> Path:
     return path
 
 
+def check_own(path: str | Path) -> None:
+    """Raises RunFolderError where a folder that is to be gone on with holds something, and no run of this package. One
+    that is empty or not there, or that a run left before its first step, passes."""
+    path = Path(path)
+    present = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+    # A run has both before it has metrics: metrics alone are another program's.
+    lacks = METRICS if METRICS not in present else RUN if not present & {CONFIG, RUN} else ""
+    foreign = sorted(present - _OURS)
+    if not lacks or (lacks == METRICS and not foreign):
+        return
+    runs = sorted(str(file.parent) for file in path.glob(f"*/{METRICS}"))
+    named = f"one of the runs in it, such as {runs[0]}" if runs else "the folder of a run"
+    raise RunFolderError(
+        f"{path} is no run to go on with, it lacks {lacks} and holds {(foreign or [METRICS])[0]}: give {named} as "
+        "--out, or a new folder without --resume"
+    )
+
+
 def files_present(path: Path, facts: str, what: str, *, keep: bool) -> set[str]:
     """Names in the folder of an evaluation or a check, which holds the file ``facts``; the lock is not counted.
 

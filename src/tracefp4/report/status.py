@@ -63,6 +63,13 @@ def statuses(paths: Sequence[str | Path]) -> list[Status]:
         if not root.is_dir():
             raise ReportError(f"{root} is no folder: give a run folder or one that holds some")
         folders = sorted(_folders(root))
+        if not folders and all(entry.name == LOCK for entry in root.iterdir()):
+            if lock_held(root):
+                raise ReportError(f"{root} has no step to tell of yet: a process holds it and is about to begin")
+            raise ReportError(
+                f"{root} is empty, as a run leaves it that ends before its first step: the command that began it "
+                "begins it anew"
+            )
         if not folders:
             raise ReportError(f"no run found in {root}: neither it nor a folder below it holds {METRICS} or {CONFIG}")
         for folder in folders:

@@ -18,7 +18,7 @@ from tracefp4.compare import Child, CompareError, child_environment, end_childre
 from tracefp4.config import resolved
 from tracefp4.device import visible_gpus
 from tracefp4.errors import TracefpError
-from tracefp4.evaluate import EVAL
+from tracefp4.evaluate import EVAL, answered
 from tracefp4.files import append_text
 from tracefp4.report import ensure_dir, write_json_atomic
 from tracefp4.report.logger import METRICS, TIMING
@@ -47,7 +47,7 @@ _NO_MEMORY = re.compile(r"OutOfMemoryError|out of memory|_STATUS_ALLOC_FAILED")
 @dataclass
 class Outcome:
     """What one invocation came to. failed: runs whose process failed otherwise than by diverging, with the reason;
-    refused: those of them whose settings were."""
+    refused: those of them whose settings were, before the first step."""
 
     in_time: bool = True
     refused: list[Spec] = field(default_factory=list)
@@ -345,7 +345,8 @@ def _ended(spec: Spec, child: Child, code: int, queue: _Queue, others: int, outc
     """Takes note of how a run's process ended. others: how many of this command's are still under way.
 
     Where the device's memory gave out beside others, fewer run at once from here on, and the run goes on later. A row
-    whose settings are refused is left out; the rest goes on.
+    whose settings are refused is left out; the rest goes on. Once a step or an answer is there the settings have been
+    taken: what ends the run then, such as a full disk or a broken state, is its own.
     """
     tail = child.tail()
     diverged = _DIVERGED.search("\n".join(tail))
@@ -359,7 +360,7 @@ def _ended(spec: Spec, child: Child, code: int, queue: _Queue, others: int, outc
         step = int(diverged[2]) if diverged else child.steps_done()
         write_json_atomic(spec.failure, {"step": step, "reason": why})
         say(f"{spec.name}: {why}")
-    elif code == TracefpError.exit_code:  # settings: every other run of the row would end so too
+    elif code == TracefpError.exit_code and not _begun(spec):  # settings: all other runs of the row would end so too
         queue.specs[:] = [s for s in queue.specs if s.folder != spec.folder]
         outcome.failed[spec.name] = f"was refused: {' '.join(tail[-1:])}"
         outcome.refused.append(spec)
@@ -369,11 +370,20 @@ def _ended(spec: Spec, child: Child, code: int, queue: _Queue, others: int, outc
         queue.specs.append(spec)
         fewer = f"from here on at most {queue.most} at once, it goes on later"
         say(f"{spec.name}: out of memory beside {others} other{'s' if others > 1 else ''}; {fewer}")
+    elif code == TracefpError.exit_code:  # its last line is a sentence for the user
+        what = "in its evaluation" if spec.trained else f"after {child.steps_done()} of {spec.steps} steps"
+        outcome.failed[spec.name] = f"failed {what}: {' '.join(tail[-1:])}; its log is {child.log_path}"
+        say(f"{spec.name}: {outcome.failed[spec.name]}")
     else:
         outcome.failed[spec.name] = f"ended with exit code {code}; its log is {child.log_path}"
         for line in tail[-5:]:
             say(f"  {line}")
         say(f"{spec.name}: {outcome.failed[spec.name]}")
+
+
+def _begun(spec: Spec) -> bool:
+    """Whether a step of its training is logged, or an answer of its evaluation."""
+    return steps_done(spec) > 0 or any(answered(spec.eval_dir, spec.forms).values())
 
 
 def _evaluation_complete(spec: Spec) -> bool:

@@ -79,6 +79,18 @@ def resolve(config: RolloutConfig, device: str, shape: ModelShape, recipe: Quant
     return config.model_copy(update=settings)
 
 
+def check_device(config: RolloutConfig, device: str) -> None:
+    """Raises TracefpError where the kernels that the settings ask for by name do not run on a device at all, whatever
+    the model; on "meta", where nothing is computed, all do."""
+    kind = device.partition(":")[0]
+    if config.backend != "triton" or kind == "meta":
+        return
+    from tracefp4.kernels.backend import triton_missing
+
+    if (why := triton_missing([kind])) is not None:
+        raise TracefpError(f'rollout.backend "triton" needs {why}, or set rollout.backend="torch"')
+
+
 def burst_of(shape: ModelShape) -> int:
     """Decode steps in a row of a model over the kernels on a GPU, where the setting leaves it open."""
     from tracefp4.rollout.weights import weight_sizes

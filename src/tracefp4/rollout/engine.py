@@ -20,7 +20,7 @@ from tracefp4.guidance.store import GuidanceStore, MemoryStore
 from tracefp4.guidance.stream import GatheredRows
 from tracefp4.recipe import QuantRecipe
 from tracefp4.rollout.block_manager import BlockManager
-from tracefp4.rollout.config import RolloutConfig, resolve
+from tracefp4.rollout.config import RolloutConfig, check_device, resolve
 from tracefp4.rollout.head import keep_heads, take_head
 from tracefp4.rollout.kernel_executor import KernelExecutor
 from tracefp4.rollout.kernel_model import KernelModel
@@ -52,7 +52,10 @@ class RolloutEngine:
         kernel_model: KernelModel | None = None,
     ) -> None:
         self.shape = hf_config if isinstance(hf_config, ModelShape) else ModelShape.from_hf(hf_config)
-        self.config = resolve(config or RolloutConfig(), device, self.shape, recipe)
+        config = config or RolloutConfig()
+        if kernel_model is None:  # one that is given has chosen its kernels
+            check_device(config, device)
+        self.config = resolve(config, device, self.shape, recipe)
         self.recipe = recipe
         self.store: GuidanceStore = MemoryStore() if store is None else store
         self.device = device

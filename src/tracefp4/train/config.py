@@ -54,7 +54,7 @@ class TriageConfig(StrictModel):
     @model_validator(mode="after")
     def _ordered(self) -> TriageConfig:
         if self.severe_below > self.mild_below:
-            raise ValueError("train.triage.severe_below must not lie above train.triage.mild_below")
+            raise ValueError("severe_below must not lie above mild_below")
         return self
 
 

@@ -66,6 +66,8 @@ def test_losses_take_the_settings_of_the_built_in_trainer() -> None:
     assert settings(method="qarl", tbpo={"eps_low": 0.01}).tbpo.eps_low == 0.01
     with pytest.raises(TracefpError, match=r"gate_segmen.*gate_segment"):
         settings(method="triage", triage={"gate_segmen": 8})
+    with pytest.raises(TracefpError, match=r"^triage: severe_below must not lie above mild_below \(in "):
+        settings(method="triage", triage={"severe_below": -0.1})
 
 
 def test_probes_need_a_folder_that_both_sides_reach() -> None:
