@@ -1,5 +1,6 @@
 """Short runs of a control under variants of a rung."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,8 @@ from made_up_runs import MADE, RUN, script
 from tracefp4.cli import main
 from tracefp4.config import ConfigError
 from tracefp4.reproduce import plan as plan_module
-from tracefp4.reproduce.plan import Spec
-from tracefp4.reproduce.search import make_search, make_variants, marks
+from tracefp4.reproduce.plan import Spec, warm_start, write_recipe
+from tracefp4.reproduce.search import make_search, make_variants, marks, open_search
 
 COLLAPSES = RUN.replace("min(1.0, 0.3 + step / 10)", "0.9 if step < 20 else 0.1")
 
@@ -55,6 +56,29 @@ def test_a_variant_of_the_start_has_its_own(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             make_search("ladder-6", variants, tmp_path / "s", modes=modes, settings=settings, tiny=True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_variant_is_trained_by_its_own_settings(tmp_path: Path) -> None:
+    """Also where all go on from one start, which knows nothing of them."""
+    variants = make_variants(["train.lr=1e-3,1e-4", "train.updates_per_rollout=1,2"])
+    plan = make_search("ladder-6", variants, tmp_path / "s", tiny=True, settings=["train.clip_high=0.3"])
+    assert len(plan.starts) == 1
+    open_search(plan)
+    found = {path.stem: json.loads(path.read_text())["train"] for path in (plan.out / "recipes").iterdir()}
+    assert {key: (of["lr"], of["updates_per_rollout"], of["clip_high"]) for key, of in found.items()} == {
+        f"lr-{lr}-updates_per_rollout-{updates}": (float(lr), updates, 0.3)
+        for lr in ("1e-3", "1e-4")
+        for updates in (1, 2)
+    }
+    assert len({spec.config for spec in plan.specs}) == 4
+
+
+def test_a_run_by_other_settings_than_its_row_is_not_begun(tmp_path: Path) -> None:
+    plan = make_search("ladder-6", make_variants(["train.lr=1e-3,1e-4"]), tmp_path / "s", tiny=True)
+    rung, start = warm_start("ladder-6", plan.out, True, ("train.lr=1e-4",))
+    with pytest.raises(AssertionError, match="lr-1e-3/bf16, seed 0 would be trained by other settings"):
+        write_recipe(plan, plan.experiment.tables[0], rung.recipe(str(start)))
+    assert not plan.out.exists()
 
 
 def test_a_line_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

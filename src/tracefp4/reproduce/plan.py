@@ -290,9 +290,22 @@ def open_plan(plan: Plan) -> dict[str, Any]:
     ensure_dir(plan.out / RECIPES)
     for table in plan.experiment.tables:
         rung, start = _start(plan.request, table, plan.out)
-        write_json_atomic(plan.out / RECIPES / f"{table.key}.json", rung.recipe(str(start)))
+        write_recipe(plan, table, rung.recipe(str(start)))
     write_json_atomic(plan.out / PLAN, facts)
     return facts
+
+
+def write_recipe(plan: Plan, table: Table, recipe: dict[str, Any]) -> None:
+    """Writes what a table's runs are trained by.
+
+    Raises AssertionError where a run would be another one than was planned, whose name and figures it would bear.
+    """
+    for spec in plan.specs:
+        if spec.table is table and spec.trains:
+            config = make_config(recipe, table, spec.arm, spec.settings)
+            if canonical(config, spec.seed) != spec.config:
+                raise AssertionError(f"{spec.name} would be trained by other settings than those of its row")
+    write_json_atomic(plan.out / RECIPES / f"{table.key}.json", recipe)
 
 
 def check_vacant(out: Path, plan: str) -> None:

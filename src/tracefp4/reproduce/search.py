@@ -34,6 +34,7 @@ from tracefp4.reproduce.plan import (
     device_settings,
     make_config,
     warm_start,
+    write_recipe,
 )
 from tracefp4.reproduce.runner import STARTED, step_time, timings
 from tracefp4.reproduce.stats import Floats, collapse_step, stability
@@ -141,9 +142,10 @@ def open_search(plan: Plan) -> None:
     """Writes the recipes and what was asked for into a folder that the caller has locked; variants may join later."""
     check_vacant(plan.out, SEARCH)
     ensure_dir(plan.out / RECIPES)
-    rungs = {spec.table.key: (plan.starts[spec.start], spec.start) for spec in plan.specs}
-    for key, (rung, start) in rungs.items():
-        write_json_atomic(plan.out / RECIPES / f"{key}.json", rung.recipe(str(start)))
+    for table in plan.experiment.tables:  # variants that share a start differ in what comes after it
+        settings = (*plan.request.settings, *table.settings)
+        rung, start = warm_start(plan.request.recipe or "", plan.out, plan.request.tiny, settings)
+        write_recipe(plan, table, rung.recipe(str(start)))
     variants = {table.key: list(table.settings) for table in plan.experiment.tables}
     write_json_atomic(plan.out / SEARCH, provenance() | asdict(plan.request) | {"variants": variants})
 
