@@ -70,6 +70,19 @@ def test_exit_code_is_the_verdict(
         assert re.search(r"about [\d,]+ would be needed", shown)
 
 
+@pytest.mark.parametrize("gate", [[], ["--max-drop", "2%"]], ids=["no gate", "gate"])
+def test_where_nothing_could_be_compared_nothing_is_said_to_be_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], gate: list[str]
+) -> None:
+    with fake_server(lambda body, n: Bad(400) if body["model"] == "s" else "right") as server:
+        forms = ["--train-form", f"{server.url}?model=t", "--serve-form", f"{server.url}?model=s"]
+        file = write(tmp_path / "q.jsonl", 3)
+        assert command(*forms, "--inquiries", file, "--out", tmp_path / "out", "--logprobs", 0, *gate) == 2
+    shown = capsys.readouterr().out
+    assert "UNDECIDED: no inquiry has answers of both forms" in shown
+    assert "3 inquiries lack an answer or its check" in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -190,6 +190,7 @@ def _run(
 ) -> int:
     from tracefp4.gap.estimate import estimate, estimate_lines
     from tracefp4.gap.folder import SIDES, GapFolder
+    from tracefp4.gap.gate import Verdict
     from tracefp4.gap.run import check_forms
     from tracefp4.gap.run import gap as run_gap
 
@@ -210,7 +211,9 @@ def _run(
     else:
         for line in summary(facts, out):
             say(line)
-    return int(facts["gate"]["exit_code"]) if facts["gate"] else 0
+    if facts["gate"]:
+        return int(facts["gate"]["exit_code"])
+    return 0 if facts["difference"] else int(Verdict.UNDECIDED)
 
 
 def summary(facts: dict[str, Any], out: Path) -> list[str]:
@@ -233,6 +236,8 @@ def summary(facts: dict[str, Any], out: Path) -> list[str]:
             f"{100 * facts['confidence']:g} % confidence, {d['inquiries']} inquiries; {p['lost']} lost, "
             f"{p['gained']} gained of {p['pairs']} pairs"
         )
+    elif not facts["gate"]:
+        lines.append("UNDECIDED: no inquiry has answers of both forms, so nothing is compared")
     if facts["distance"].get("tokens"):
         lines.append(
             f"mean |log p difference| {facts['distance']['mean_abs']:.3g} over {facts['distance']['tokens']} tokens"
