@@ -1,12 +1,13 @@
 """A response generated in two pieces under two versions of the weights: how near can one forward come to both?
 
-python benchmarks/resumed_responses.py [--prompts 24] [--after 20,28,36] [--change 4e-4]
+python benchmarks/resumed_responses.py [--prompts 24] [--after 20,28,36] [--change 4e-4] [--no-band]
 
 The built-in model answers running sums; after so many steps of the engine every unfinished response is aborted, all
 weight matrices move by ``change`` in random directions (four updates of Adam at 1e-4), and the responses are resumed.
 The trainer holds the new weights. Mean |log-prob difference| over the tokens of the first and of the second piece, by
 where K and V of the first piece's rows come from: its own record (own), the second piece's (last), or the record of the
 piece that read them more often (readers, as the verl adapter does it). bf16 and qat have no such choice.
+--no-band: records of the old weights are followed everywhere, not near a rounding border only.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -99,6 +101,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--after", default="20,28,36")
     parser.add_argument("--change", type=float, default=4e-4)
+    parser.add_argument("--no-band", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     old = load().state_dict()
@@ -116,6 +119,8 @@ def main() -> None:
                 for p in model.parameters():
                     p.data = p.data.bfloat16()
                 forward = GuidedForward(model, settings)
+                if options.no_band:
+                    forward.builder.recipe = replace(forward.recipe, band=None)
                 for name, rule in RULES.items() if settings.mode.forward.guided else [("", key_value_sources)]:
                     forward.builder.sources = rule
                     a, b = distances(forward, model, pairs)

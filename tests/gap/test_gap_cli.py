@@ -81,6 +81,9 @@ def test_where_nothing_could_be_compared_nothing_is_said_to_be_well(
     shown = capsys.readouterr().out
     assert "UNDECIDED: no inquiry has answers of both forms" in shown
     assert "3 inquiries lack an answer or its check" in shown
+    page = Page((tmp_path / "out" / "report.html").read_text())
+    assert "Open: " in page.text
+    assert "Measured" not in page.text
 
 
 @pytest.mark.parametrize(

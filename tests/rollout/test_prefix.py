@@ -120,14 +120,7 @@ def test_weights_that_change_between_a_failed_step_and_its_repetition(monkeypatc
     engine = make_engine("trace-all", "float32", page_size=4)
     for request in group("a", PROMPT, 3):
         engine.add_request(request)
-
-    def fails(*_: object) -> None:
-        raise FloatingPointError("logits are not finite")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(engine.model, "forward", fails)
-        with pytest.raises(FloatingPointError):
-            engine.step()
+    step_that_fails(engine, monkeypatch)
     engine.update_weights(tiny_weights(tiny_config(), seed=1).items(), 1)
     done: list[Trajectory] = []
     while engine.busy:
@@ -137,6 +130,49 @@ def test_weights_that_change_between_a_failed_step_and_its_repetition(monkeypatc
     done.sort(key=lambda t: t.request_id)
     same(engine, fresh, done, fresh.generate(group("a", PROMPT, 3)))
     assert all(t.row_versions.tolist() == [1] * len(t.row_versions) for t in done)
+
+
+def test_a_prompt_half_of_older_weights_is_shared_with_nobody() -> None:
+    """Its later pages are of the new weights, but stand behind older ones."""
+    engine = make_engine("trace-all", "float32", page_size=4, max_tokens_per_step=8)
+    first, second = group("a", PROMPT, 2)
+    engine.add_request(first)
+    engine.step()
+    engine.update_weights(tiny_weights(tiny_config(), seed=1).items(), 1)
+    engine.add_request(second)
+    done: dict[str, Trajectory] = {}
+    while engine.busy:
+        done.update((t.request_id, t) for t in engine.step())
+    assert engine.scheduler.num_shared_rows == 0
+    assert done["a0"].row_versions[:20].tolist() == [0] * 8 + [1] * 12
+    fresh = make_engine("trace-all", "float32", page_size=4, load=False)
+    fresh.update_weights(tiny_weights(tiny_config(), seed=1).items(), 1)
+    same(engine, fresh, [done["a1"]], fresh.generate([second]))
+
+
+def test_pages_of_a_failed_step_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample that comes after it would take pages over whose rows nobody has computed."""
+    engine = make_engine("trace-all", "float32", page_size=4)
+    first, second = group("a", PROMPT, 2)
+    engine.add_request(first)
+    step_that_fails(engine, monkeypatch)
+    engine.add_request(second)
+    done: list[Trajectory] = []
+    while engine.busy:
+        done += engine.step()
+    done.sort(key=lambda t: t.request_id)
+    fresh = make_engine("trace-all", "float32", page_size=4)
+    same(engine, fresh, done, fresh.generate([first, second]))
+
+
+def step_that_fails(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise FloatingPointError("logits are not finite")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.model, "forward", fails)
+        with pytest.raises(FloatingPointError):
+            engine.step()
 
 
 def test_pages_outlive_the_sequence_that_filled_them() -> None:

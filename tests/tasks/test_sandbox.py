@@ -458,6 +458,13 @@ def verdict(code, *tests, limits=QUICK):
     return run_tests(code, list(tests), limits)[1]
 
 
+@pytest.mark.parametrize("tests", ["assert f(1) == 1", [{"input": "1", "output": "1"}]], ids=["a text", "a pair"])
+def test_tests_that_are_no_list_of_texts_are_refused(tests):
+    """They would all fail, and the program would be blamed."""
+    with pytest.raises(TypeError, match="list of source texts"):
+        run_tests("def f(x):\n    return x", tests)
+
+
 def test_tests_pass_and_fail_one_by_one():
     tests = ("assert double(2) == 4", "assert double(2) == 5", "import math\nassert double(math.pi) > 6")
     assert verdict(PASSING, *tests) == [True, False, True]

@@ -72,6 +72,8 @@ def _verdict(facts: dict[str, Any]) -> dict[str, Any]:
             f"Only {found['compared']:,} of {found['asked']:,} inquiries are compared: the others lack an answer or "
             "its check (see What is missing)."
         ]
+    if gate is None and not found["compared"]:
+        return {"kind": "undecided", "heading": "Open: no inquiry has answers of both forms", "sentences": left_out}
     if gate is None:
         return {
             "kind": "none",

@@ -165,7 +165,10 @@ def run_tests(
 
     Raises:
         SandboxError: the sandbox could not be set up.
+        TypeError: tests is no list of texts. Where it was let through, every test would fail as if by the program.
     """
+    if isinstance(tests, str) or not all(isinstance(test, str) for test in tests):
+        raise TypeError("tests must be a list of source texts; for an input and its output take run_program")
     files = {"/harness.py": _inner("harness.py"), "/main.py": code.encode("utf-8", errors="surrogatepass")}
     arguments = ["/harness.py", "tests", "/main.py"]
     run = _Run(files, arguments, json.dumps(tests), limits or SandboxLimits(), isolation, stop)
