@@ -99,6 +99,19 @@ def test_prune_by_versions_by_bytes_and_temp_files(url: str, capsys: pytest.Capt
     assert len(list(Path(url).iterdir())) == 1
 
 
+@pytest.mark.parametrize("scheme", ["", "local://"], ids=["folder", "fsspec"])
+def test_a_folder_of_stores_names_them(scheme: str, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """guidance.url is the folder of the runs' stores: without a word, a prune of it would seem to have worked."""
+    parent = scheme + str(Path(url).parent)
+    (Path(url).parent / "empty").mkdir()
+    told = f"no shard lies here; below are the stores {parent}/g: name one of them\n"
+    for command in (["inspect"], ["verify"], ["stats"], ["prune", "--keep-bytes", "0"]):
+        assert run(capsys, *command, parent)[1].endswith(told)
+        assert "no shard lies here" not in run(capsys, *command, parent, "--json")[1]
+    assert len(list(Path(url).iterdir())) == 3
+    assert "no shard lies here" not in run(capsys, "inspect", scheme + url)[1]
+
+
 def test_mistakes_are_one_sentence_and_exit_2(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     absent = url + "/absent"
     for command in ("inspect", "verify", "stats"):

@@ -40,6 +40,7 @@ def inspect(url: Url, as_json: Json = False) -> None:
             )
         )
     _print_table(lines if len(lines) > 1 else [])
+    _print_stores_below(url)
     for error in found["damaged_shards"].values():
         print(error)
 
@@ -61,6 +62,7 @@ def verify(url: Url, as_json: Json = False) -> None:
         )
     if not found["shards"] and not as_json:
         print("there is nothing to verify: is this the right folder? A run removes what it has learned from.")
+        _print_stores_below(url)
     if found["damaged"] or not found["shards"]:
         raise typer.Exit(1)
 
@@ -88,6 +90,7 @@ def stats(url: Url, as_json: Json = False) -> None:
             f"policy versions {oldest} to {newest}; {_age(found['oldest_seconds'])} to "
             f"{_age(found['newest_seconds'])} old"
         )
+    _print_stores_below(url)
     if found["damaged_shards"]:
         print(f"{len(found['damaged_shards'])} shards have a damaged header: tracefp4 guidance verify {url}")
 
@@ -116,6 +119,14 @@ def prune(
         return
     shards, temps = len(found["removed_shards"]), len(found["removed_temps"])
     print(f"{url}: removed {shards} shards and {temps} unfinished files")
+    _print_stores_below(url)
+
+
+def _print_stores_below(url: str) -> None:
+    from tracefp4.guidance.inspection import stores_below
+
+    if names := stores_below(url):
+        print(f"no shard lies here; below are the stores {', '.join(names)}: name one of them")
 
 
 def parse_size(text: str) -> int:

@@ -40,6 +40,10 @@ class Files(Protocol):
         """Bytes of every published file, by name."""
         ...
 
+    def folders(self) -> list[str]:
+        """Names of the folders in it."""
+        ...
+
     def publish(self, name: str, parts: Sequence[memoryview]) -> None:
         """Writes a new file of the concatenated parts."""
         ...
@@ -93,6 +97,10 @@ class LocalFiles:
                 except FileNotFoundError:  # removed since it was listed
                     continue
         return found
+
+    def folders(self) -> list[str]:
+        with os.scandir(self.folder) as entries:
+            return sorted(entry.name for entry in entries if entry.is_dir())
 
     def publish(self, name: str, parts: Sequence[memoryview]) -> None:
         # A vanished folder is not made again: it may be an unmounted disk, and its mount point the root disk.
@@ -211,14 +219,20 @@ class FsspecFiles:
             self.system.makedirs(self.path, exist_ok=True)
 
     def sizes(self) -> dict[str, int]:
+        files = self._entries("file")
+        return {name: int(e["size"]) for name, e in files.items() if not name.startswith(".")}
+
+    def folders(self) -> list[str]:
+        return sorted(self._entries("directory"))
+
+    def _entries(self, kind: str) -> dict[str, dict[str, Any]]:
         with _as_os_errors(self.url):
             self.system.invalidate_cache()
             try:
                 listed = self.system.ls(self.path, detail=True)
             except FileNotFoundError:  # object stores have no empty folders
                 return {}
-        files = ((str(e["name"]).rsplit("/", 1)[-1], e) for e in listed if e["type"] == "file")
-        return {name: int(e["size"]) for name, e in files if not name.startswith(".")}
+        return {str(e["name"]).rstrip("/").rsplit("/", 1)[-1]: e for e in listed if e["type"] == kind}
 
     def publish(self, name: str, parts: Sequence[memoryview]) -> None:
         with _as_os_errors(self.url):

@@ -24,6 +24,18 @@ def open_index(url: str) -> tuple[Files, ShardIndex]:
     return files, index
 
 
+def stores_below(url: str) -> list[str]:
+    """URLs of the folders in a folder without shards that hold some: a run's store lies below its ``guidance.url``.
+
+    Raises TracefpError as ``open_index`` does.
+    """
+    files, index = open_index(url)
+    if index.headers() or index.damaged():
+        return []
+    below = [f"{url.rstrip('/')}/{name}" for name in files.folders()]
+    return [one for one in below if open_index(one)[1].headers()]
+
+
 def inspect(url: str) -> dict[str, Any]:
     """Samples of every shard, and the store's totals, as plain JSON types."""
     _, index = open_index(url)
