@@ -1,6 +1,8 @@
 """The `[task]` section of a recipe: whose keys it has, and the sentence that each wrong input gets."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -107,6 +109,23 @@ def test_wrong_task_sections(recipe: Path, body: str, override: str, sentence: s
         load_config(recipe, [override] if override else [], RunConfig)
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_table_of_recipes_has_every_key_of_a_run() -> None:
+    """docs/recipes.md: `section.key`, and `.key` of the section named before it. Keys of other tasks are in tasks.md."""
+    named, before = set(), ""
+    for line in (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8").splitlines():
+        for key in re.findall(r"`([^`]+)`", line.split(" | ")[0]) if line.startswith("| `") else ():
+            key = before + key if key.startswith(".") else key
+            before = key.rpartition(".")[0]
+            named.add(key)
+
+    def keys(values: dict[str, Any], prefix: str = "") -> list[str]:
+        pairs = ((f"{prefix}{k}", v) for k, v in values.items())
+        return [key for k, v in pairs for key in (keys(v, f"{k}.") if isinstance(v, dict) else [k])]
+
+    groups = tuple(key.removesuffix("*") for key in named if key.endswith(".*"))
+    assert [k for k in keys(RunConfig().model_dump()) if k not in named and not k.startswith(groups)] == []
 
 
 def test_the_documented_keys_are_the_configs() -> None:
