@@ -218,6 +218,24 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "help_for"),
+    [
+        (["eval", "r.toml"], "tracefp4 eval --help shows the options"),
+        (["guidance", "verify"], "tracefp4 guidance verify --help shows the options"),
+        (["guidance", "verfy", "x"], "tracefp4 guidance --help shows the commands"),
+        (["tran", "r.toml"], "tracefp4 --help shows the commands"),
+    ],
+)
+def test_what_cannot_be_read_names_the_help_that_has_it(
+    arguments: list[str], help_for: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.endswith(f" ({help_for})\n")
+
+
 @pytest.mark.parametrize(("arguments", "sentence"), MISTAKES)
 def test_one_sentence_per_mistake(
     loop: FakeLoop, arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]

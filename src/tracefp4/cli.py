@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
             sys.exit(error.exit_code)
         if hasattr(error, "format_message"):  # typer's own, for a command line it cannot read
             if error.format_message():  # empty where no command was given and the help was shown
-                print_error(f"{error.format_message()} (tracefp4 --help shows the commands)")
+                print_error(f"{error.format_message()} ({_help_for(getattr(error, 'ctx', None))})")
             sys.exit(2)
         if (refusal := system_refusal(error)) is not None:
             print_error(refusal)
@@ -82,6 +82,15 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     if code == _INTERRUPTED:  # typer's newer versions turn Ctrl-C into this code, older ones into Abort
         print("interrupted", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _help_for(context: typer.Context | None) -> str:
+    """Which --help has what a command line lacks. context: of the command that could not read it."""
+    names, kind = [], "options" if context is not None and not hasattr(context.command, "commands") else "commands"
+    while context is not None and context.parent is not None:
+        names.append(context.info_name or "")
+        context = context.parent
+    return f"{' '.join(['tracefp4', *reversed(names)])} --help shows the {kind}"
 
 
 @app.callback(invoke_without_command=True)

@@ -112,7 +112,7 @@ def test_wrong_task_sections(recipe: Path, body: str, override: str, sentence: s
 
 
 def test_the_table_of_recipes_has_every_key_of_a_run() -> None:
-    """docs/recipes.md: `section.key`, and `.key` of the section named before it. Keys of other tasks are in tasks.md."""
+    """docs/recipes.md: `section.key`, and `.key` of the section named before it. Other tasks are in tasks.md."""
     named, before = set(), ""
     for line in (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8").splitlines():
         for key in re.findall(r"`([^`]+)`", line.split(" | ")[0]) if line.startswith("| `") else ():
