@@ -169,7 +169,12 @@ def test_records_of_older_weights_have_a_band_and_those_of_the_same_have_none() 
             assert (y[b] != y[1]).float().mean() > 0.3
     alone = build(store, batch[1:2], recipe, version=4)[0]
     assert alone.guidance
-    assert all(g.stale is None for g in alone.guidance.values()), "all of this version: no forward asks for a band"
+    for (site, layer), guidance in alone.guidance.items():
+        assert guidance.stale is None, "all of this version: no forward asks for a band"
+        recorded = torch.stack([site_values(site, layer, tokens[i], i) for i in range(3)])
+        with context.armed(alone):
+            y = context.round_site(site, layer, torch.nn.functional.pad(1.4 * recorded, (0, 0, 0, 1)))[:3]
+        assert torch.equal(y, get_format("nvfp4").dequantize(quantized(site, recorded, recipe)))
     assert all(g.stale is None for g in build(store_of(batch), batch, version=4)[0].guidance.values())
 
 

@@ -173,6 +173,25 @@ def test_the_forward_follows_older_pieces_within_the_band_that_is_set(
     assert set(differ) == {band is not None}
 
 
+def test_a_piece_that_read_rows_of_an_older_version_has_a_band_though_none_of_its_own_is(store: ShardStore) -> None:
+    """The weights change while the second piece prefills what the first one wrote."""
+    engine = make_engine("trace-all", store=store, max_tokens_per_step=4)
+    first = generate(engine, "first", PROMPT, 12, abort_after=6)
+    engine.add_request(Request("second", first.token_ids, SamplingParams(max_new_tokens=7, seed=3)))
+    assert not engine.step()
+    engine.update_weights(tiny_weights(tiny_config(), seed=1).items(), 1)
+    while not (ended := engine.step()):
+        pass
+    rolled = Rolled(ended[0].token_ids, [first, *ended], engine, store)
+    (_, seam), (_, end) = rolled.segments
+    assert ended[0].row_versions.tolist() == [0] * 4 + [1] * (end - 4)
+    assert seam > 4
+    micro, _, _ = guided(store).micro_batch([rolled.row()], 1)
+    for guidance in micro.guidance.values():
+        assert guidance.stale is not None
+        assert guidance.stale.tolist() == [True] * end + [False]
+
+
 def test_key_and_value_come_from_the_piece_that_read_them_most(store: ShardStore) -> None:
     """Five tokens, then seven: the second piece read the first one's rows more often. Cut it to one, and it did not."""
     rolled = rolled_under_two_versions(store)
