@@ -84,8 +84,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _help_for(context: typer.Context | None) -> str:
-    """Which --help has what a command line lacks. context: of the command that could not read it."""
+def _help_for(context: Any) -> str:
+    """Which --help has what a command line lacks. context: typer's own, of the command that could not read it, or None."""
     names, kind = [], "options" if context is not None and not hasattr(context.command, "commands") else "commands"
     while context is not None and context.parent is not None:
         names.append(context.info_name or "")
