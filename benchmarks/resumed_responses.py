@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -111,7 +110,7 @@ def main() -> None:
         for method in ("bf16", "qat", "trace-all"):
             with tempfile.TemporaryDirectory() as folder, ShardStore(folder) as store:
                 pairs = roll_out(method, store, versions, after, options.prompts)
-                guidance = {"url": folder}
+                guidance = {"url": folder} | ({"band": "none"} if options.no_band else {})
                 settings = read_settings({"model_config": {}, "tracefp4": {"method": method, "guidance": guidance}})
                 assert settings is not None
                 model = load()
@@ -119,8 +118,6 @@ def main() -> None:
                 for p in model.parameters():
                     p.data = p.data.bfloat16()
                 forward = GuidedForward(model, settings)
-                if options.no_band:
-                    forward.builder.recipe = replace(forward.recipe, band=None)
                 for name, rule in RULES.items() if settings.mode.forward.guided else [("", key_value_sources)]:
                     forward.builder.sources = rule
                     a, b = distances(forward, model, pairs)

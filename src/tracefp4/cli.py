@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 
 def _help_for(context: Any) -> str:
-    """Which --help has what a command line lacks. context: typer's own, of the command that could not read it, or None."""
+    """Which --help has what a command line lacks. context: typer's own, of that command, or None."""
     names, kind = [], "options" if context is not None and not hasattr(context.command, "commands") else "commands"
     while context is not None and context.parent is not None:
         names.append(context.info_name or "")
