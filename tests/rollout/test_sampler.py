@@ -1,6 +1,8 @@
 """Sampling: its uniform numbers, the kept set, frequencies, log-probs, and what it refuses."""
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -152,3 +154,13 @@ def test_broken_logits_raise(bad: float | str) -> None:
         logits[1, 2] = bad
     with pytest.raises(FloatingPointError, match="not finite"):
         sample(logits, [SamplingParams()] * 3, torch.arange(3))
+
+
+def test_a_refusal_keeps_no_tensor_alive() -> None:
+    logits = torch.full((1, 4), math.nan)
+    kept = weakref.ref(logits)
+    with pytest.raises(FloatingPointError) as error:
+        sample(logits, [SamplingParams()], torch.arange(1))
+    del logits, error
+    gc.collect()
+    assert kept() is None

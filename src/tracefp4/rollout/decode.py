@@ -27,7 +27,7 @@ from tracefp4.guidance.stream import StreamRecorder
 from tracefp4.rollout.head import append_head, likeliest
 from tracefp4.rollout.kernel_model import KernelModel, KernelStep, Recording
 from tracefp4.rollout.paged_pool import PagedPool
-from tracefp4.rollout.sampler import NOT_FINITE, SamplingTensors, draw
+from tracefp4.rollout.sampler import SamplingTensors, draw, not_finite
 from tracefp4.rollout.sequence import Drawn
 from tracefp4.rollout.sequence import Sequence as Seq
 from tracefp4.types import SamplingParams
@@ -206,7 +206,7 @@ class DecodeRunner:
         live = stops.cumsum(0) - stops.long() == 0  # the stop token itself counts
         if not bool((out[:, 2].bool() | ~live).all()):
             self._reset()
-            raise NOT_FINITE
+            raise not_finite()
         self._lengths += steps
         self._room -= steps
         self._host_state[0, :n], self._host_state[1, :n] = ids[-1], self._lengths - 1

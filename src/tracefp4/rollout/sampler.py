@@ -47,11 +47,13 @@ def sample(
     settings = SamplingTensors.of(params).to(logits_BV.device)
     ids, logprobs, finite = draw(logits_BV, settings, positions, any(p.top_p < 1 for p in params), backend)
     if not bool(finite.all()):
-        raise NOT_FINITE
+        raise not_finite()
     return ids, logprobs
 
 
-NOT_FINITE = FloatingPointError("the rollout's logits are not finite; check the weights of the last update")
+def not_finite() -> FloatingPointError:
+    """A new error every time: one that is kept keeps the frames it was raised through, and their tensors, alive."""
+    return FloatingPointError("the rollout's logits are not finite; check the weights of the last update")
 
 
 @dataclass(frozen=True)
