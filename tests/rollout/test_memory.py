@@ -16,6 +16,7 @@ from tracefp4.loop import RunConfig
 from tracefp4.loop.parts import preflight
 from tracefp4.recipe import Compensation, QuantRecipe
 from tracefp4.rollout.config import RolloutConfig, resolve
+from tracefp4.rollout.kv_pool import QuantizedKVPool
 from tracefp4.rollout.memory import plan, weight_bytes
 from tracefp4.rollout.model import ModelShape
 
@@ -93,6 +94,16 @@ def test_an_engine_stays_within_its_budget(backend: str) -> None:
         held += made.kernels.recorder._device_rows.nbytes
         assert made.kernels.recorder._device_rows.nbytes == fixed.recording
     assert held <= budget * 1e9
+
+
+def test_full_codes_of_two_formats_are_counted_by_their_own_widths() -> None:
+    mx = {"weights": "mxfp4-rceil", "activations": "mxfp8-rceil", "kv": "mxfp4-rceil"}
+    made = engine("trace-full", "torch", quant=mx, memory_gb=1.0)
+    assert isinstance(made.pool, QuantizedKVPool)
+    assert made.recorder is not None
+    tensors = [made.pool.codes, made.pool.scales, made._experts, *made.recorder._payload.values()]
+    slots = made.blocks.num_pages * 16
+    assert plan(made.shape, made.recipe, made.config).slot == sum(t.nbytes for t in tensors) // slots
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

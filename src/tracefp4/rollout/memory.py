@@ -8,7 +8,7 @@ import torch
 
 from tracefp4.errors import TracefpError
 from tracefp4.formats import get_format
-from tracefp4.guidance import row_bytes
+from tracefp4.guidance import row_bytes, site_bits
 from tracefp4.guidance.stream import StreamRecorder
 from tracefp4.recipe import QuantRecipe
 from tracefp4.rollout.config import RolloutConfig
@@ -109,7 +109,7 @@ def _slot_bytes_torch(shape: ModelShape, recipe: QuantRecipe, dtype: torch.dtype
         name = recipe.site_format(site)
         if name is not None:
             scale = 4 if isinstance(recipe.site_encode_scale(site), str) else 0
-            total += len(recipe.guided_layers) * (row_bytes(name, recipe.bits, width) + scale)
+            total += len(recipe.guided_layers) * (row_bytes(name, site_bits(name, recipe.bits), width) + scale)
     return total
 
 
