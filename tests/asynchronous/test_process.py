@@ -7,17 +7,19 @@ import os
 import struct
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import fake_workers
 from fake_workers import FakeRun
-from tracefp4.asynchronous import process
+from tracefp4.asynchronous import child, process
 from tracefp4.asynchronous.channel import Channel
-from tracefp4.asynchronous.messages import Alive, Evaluated, Finished, Published, Want, Weights
+from tracefp4.asynchronous.messages import Alive, Evaluated, Failed, Finished, Published, Want, Weights
 from tracefp4.asynchronous.process import TURN_SECONDS, Child, Patience
 from tracefp4.asynchronous.supervisor import Supervisor
+from tracefp4.loop import RunConfig
 
 
 class Pair:
@@ -106,3 +108,21 @@ def test_time_in_which_the_supervisor_itself_was_stopped_does_not_count(pair: Pa
     boss._replace_hung()
     assert pair.child.hangs is None
     assert pair.child._silent == 2 * TURN_SECONDS
+
+
+def test_a_connection_lost_within_the_work_is_an_error_and_no_lost_supervisor(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child, "SIGNALS", ())
+    monkeypatch.setattr(child, "_die_with_supervisor", lambda: None)
+    monkeypatch.setattr(child.faulthandler, "register", lambda number: None)
+    monkeypatch.setattr(child.torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(child.os, "_exit", lambda code: None)
+    payload = child.Payload(RunConfig(), Path(), False)
+    with child.child(pair.process_side.connection, payload):
+        raise ConnectionResetError("the judge hung up")
+    message = pair.child.receive(owes=True)
+    assert isinstance(message, Failed)
+    assert "the judge hung up" in message.text
+    with child.child(pair.process_side.connection, payload) as channel:
+        channel.receive()  # closed by now: nobody is left to be told

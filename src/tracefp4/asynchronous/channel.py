@@ -7,6 +7,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 
+class Gone(ConnectionError):
+    """The other end of a channel is closed. No other lost connection (of a reward, a store) is one."""
+
+
 class Channel:
     """One end of a duplex pipe that carries pickled messages.
 
@@ -18,25 +22,25 @@ class Channel:
         self.connection = connection
 
     def send(self, message: Any) -> None:
-        """Raises ConnectionError where the other end is gone."""
+        """Raises Gone where the other end is gone."""
         try:
             self.connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
         except (BrokenPipeError, OSError) as error:
-            raise ConnectionError("the other end of the channel is gone") from error
+            raise Gone("the other end of the channel is gone") from error
 
     def receive(self) -> Any:
-        """The next message; waits for it. Raises ConnectionError where the other end is gone, also in mid-message."""
+        """The next message; waits for it. Raises Gone where the other end is gone, also in mid-message."""
         try:
             return pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError) as error:
-            raise ConnectionError("the other end of the channel is gone") from error
+            raise Gone("the other end of the channel is gone") from error
 
     def pending(self, timeout: float = 0.0) -> bool:
         """Whether ``receive`` would return, or raise, at once."""
         try:
             return self.connection.poll(timeout)
         except OSError as error:
-            raise ConnectionError("the other end of the channel is gone") from error
+            raise Gone("the other end of the channel is gone") from error
 
     def close(self) -> None:
         self.connection.close()

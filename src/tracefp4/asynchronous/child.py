@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from tracefp4.asynchronous.channel import Channel
+from tracefp4.asynchronous.channel import Channel, Gone
 from tracefp4.asynchronous.messages import Failed
 from tracefp4.errors import TracefpError
 from tracefp4.loop import RunConfig
@@ -64,7 +64,7 @@ def child(connection: Connection, payload: Payload) -> Iterator[Channel]:
     channel = Channel(connection)
     try:
         yield channel
-    except (ConnectionError, Stopped):
+    except (Gone, Stopped):
         pass
     except TracefpError as error:
         _tell(channel, Failed(str(error), user_error=True, exit_code=error.exit_code))
@@ -80,7 +80,7 @@ def child(connection: Connection, payload: Payload) -> Iterator[Channel]:
 def _tell(channel: Channel, failed: Failed) -> None:
     try:
         channel.send(failed)
-    except ConnectionError:
+    except Gone:
         print(failed.text, file=sys.stderr)
 
 

@@ -72,7 +72,7 @@ class RolloutWorker:
         self._counted = dict.fromkeys(STORE_TOTALS, 0.0)
 
     def run(self) -> None:
-        """Raises Stopped where the supervisor asks to, ConnectionError where it is gone."""
+        """Raises Stopped where the supervisor asks to, Gone where there is none any more."""
         while True:
             self._read_messages()
             self._start_groups()
