@@ -10,7 +10,7 @@ from tracefp4.cli import main
 from tracefp4.config import ConfigError
 from tracefp4.reproduce import plan as plan_module
 from tracefp4.reproduce.plan import Spec, warm_start, write_recipe
-from tracefp4.reproduce.search import make_search, make_variants, marks, open_search
+from tracefp4.reproduce.search import _two, make_search, make_variants, marks, open_search
 
 COLLAPSES = RUN.replace("min(1.0, 0.3 + step / 10)", "0.9 if step < 20 else 0.1")
 
@@ -37,6 +37,10 @@ def test_variants_are_all_combinations() -> None:
         with pytest.raises(ConfigError, match=message):
             make_variants([entry])
     assert marks(100) == (25, 50, 100)
+
+
+def test_a_reward_loses_no_digit() -> None:
+    assert [_two(v) for v in (0.5, -0.25, 1.0, 10.0, 20.5, None)] == [".50", "-.25", "1.00", "10.00", "20.50", "-"]
 
 
 def test_a_variant_of_the_start_has_its_own(tmp_path: Path) -> None:

@@ -231,4 +231,5 @@ def _values(run: Run, name: str) -> Floats:
 
 
 def _two(value: Any) -> str:
-    return "-" if value is None else f"{float(value):.2f}".replace("0.", ".", 1)
+    """Two digits behind the point, none before it where that is a zero: .50, -.50, 10.00."""
+    return "-" if value is None else re.sub(r"^(-?)0\.", r"\1.", f"{float(value):.2f}")
