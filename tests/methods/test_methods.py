@@ -1,4 +1,4 @@
-"""Each mode is what METHODS section 2 and the named settings of the design say."""
+"""Each mode is what docs/methods.md says of it."""
 
 import math
 from pathlib import Path

@@ -41,7 +41,7 @@ def test_experts_are_replaced_on_valid_rows_and_gates_recomputed(norm: bool) -> 
     assert torch.equal(chosen[~VALID], own[~VALID])
     assert not (own[VALID] == experts[VALID]).any()
     torch.testing.assert_close(gates[~VALID], own_gates[~VALID], rtol=1e-6, atol=0)
-    # METHODS: g_i = I_i e^{s_i} / sum_j I_j e^{s_j}; without norm_topk_prob the sum runs over all experts.
+    # R3: g_i = I_i e^{s_i} / sum_j I_j e^{s_j}; without norm_topk_prob the sum runs over all experts.
     e = logits.double().exp()
     chosen_e = e.gather(-1, chosen)
     want = chosen_e / (chosen_e if norm else e).sum(-1, keepdim=True)

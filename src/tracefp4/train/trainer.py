@@ -117,7 +117,7 @@ class GRPOTrainer:
         self._version, self._optimizer_steps = counters["version"], counters["optimizer_steps"]
 
     def update(self, batch: RolloutBatch) -> dict[str, float]:
-        """One RL step. Metrics: METHODS section 3.
+        """One RL step; returns its metrics: those of ``align.metrics``, ``nn.observe`` and ``RowCounts``, and train/*.
 
         The distance of the two paths is measured on all trajectories, not only on those that teach: which groups
         have an advantage depends on the mode. Raises ValueError for an empty batch.

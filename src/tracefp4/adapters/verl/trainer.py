@@ -31,7 +31,7 @@ MANAGER = "tracefp4.adapters.verl.agent_loop.GuidedAgentLoopManager"
 
 
 class _Figures(PPOTrainer):
-    """What a mode adds: METHODS' metrics, a check of the settings before anything is started, and the agent-loop
+    """What a mode adds: metrics, a check of the settings before anything is started, and the agent-loop
     manager that carries the handles, unless the config names one."""
 
     stock_mode: str

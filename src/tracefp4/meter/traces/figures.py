@@ -22,7 +22,7 @@ _EDGES = np.concatenate([[-np.inf], -_STEPS[::-1], _STEPS, [np.inf]])
 
 
 class Sums:
-    """What the metrics of METHODS need of ``delta = a - b``: sums, so that parts can be added."""
+    """What the metrics of ``align.metrics`` need of ``delta = a - b``: sums, so that parts can be added."""
 
     def __init__(self) -> None:
         self.n = self.extreme = self.clipped = 0
