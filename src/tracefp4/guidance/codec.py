@@ -3,8 +3,8 @@
 Along the signed grid of E2M1 (-6 -4 -3 -2 -1.5 -1 -.5 0 .5 1 ... 6) the mantissa bit alternates, so one bit
 tells a slot from both of its neighbours; the lowest mantissa bit does so along the grid of E4M3 (MXFP8). The
 scale of a block is named the same way: its lowest bits, resolved against the trainer's own unrounded scale.
-Everything here is plain torch, vectorised and
-deterministic; it is the reference the kernels are compared with, bit for bit.
+Everything here is plain torch, vectorised and deterministic; it is the reference the kernels are compared with, bit for
+bit.
 
 Shapes: N rows (product of all axes but the last), K values per row, B values per block.
 """

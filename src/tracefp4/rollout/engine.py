@@ -35,7 +35,7 @@ from tracefp4.types import GuidanceHandle, OnTurn, Request, Trajectory
 
 
 class RolloutEngine:
-    """Turns requests into trajectories. ``step`` is the whole engine: schedule, run, sample, record.
+    """Turns requests into trajectories. ``step`` is the whole engine: schedule, run, record, sample.
 
     hf_config: a transformers config (its sizes are read, none of its code runs), or a ModelShape. recipe: what is
     quantized and what is recorded. store: where records go; a MemoryStore by default. Weights arrive by

@@ -58,7 +58,7 @@ class QuantizedKVPool(KVPool):
     """FP4 cache: per slot and layer G*D/2 bytes of codes and G*D/block of scales, for K and for V.
 
     Blocks run along head_dim. S is static (``encode_scale``), so a token's codes never depend on its batch.
-    Raises FormatError where head_dim is no multiple of the block.
+    Raises TracefpError where head_dim is no multiple of the block.
     """
 
     def __init__(

@@ -69,9 +69,10 @@ class TrainConfig(StrictModel):
     where not 0, padded tokens per forward instead (trajectories times the longest of them); a longer trajectory goes
     alone. clip_low, clip_high: the ratio's band is [1 - clip_low, 1 + clip_high]. tis_cap: bound of the importance
     weight. old_logprob: "recompute" by the same guided forward, or "bypass": ratio and clip against the rollout's
-    log-probs. max_version_diff: guidance recorded under older versions falls back to nearest rounding. decode: slots
-    follow from the record and the trainer's values; "forward" finds them anew in every forward, "once" keeps those of
-    the old-log-prob forward for all updates of the rollout, at 4.5 bits per guided value of memory.
+    log-probs. max_version_diff: rows recorded under weights older than so many versions are rounded to nearest, and
+    routed by the trainer. decode: slots follow from the record and the trainer's values; "forward" finds them anew in
+    every forward, "once" keeps those of the old-log-prob forward for all updates of the rollout, at 4.5 bits per guided
+    value of memory.
     keep_quantized_weights: fake-quantized weights stay in memory from one optimizer step to the next, as large as the
     quantized weights themselves; false quantizes them in every forward, to the same values. replay: send tokens to the
     rollout's experts (R3). guided_updates: where not 0, only the old log-probs and the first so many updates of

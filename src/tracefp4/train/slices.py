@@ -89,7 +89,7 @@ def fetch(
     counts: RowCounts,
     part: tuple[int, int] | None = None,
 ) -> TrajectoryGuidance | None:
-    """The record of a trajectory, or None with its rows counted by reason. Never waits, never guesses.
+    """The record of a trajectory, or None with its rows counted by reason. Waits no longer than the store does.
 
     part: rows [start, stop) of both instead of all of them.
     """
