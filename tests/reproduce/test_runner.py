@@ -1,5 +1,7 @@
 """Runs side by side: order, deadlines, failures, signals, and going on after each of them."""
 
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -18,6 +20,7 @@ import pytest
 from made_up_runs import RUN
 from tracefp4.compare import CompareError
 from tracefp4.config import ConfigError
+from tracefp4.files import StorageError
 from tracefp4.reproduce import runner
 from tracefp4.reproduce.places import Places
 from tracefp4.reproduce.plan import Plan, make_plan, open_plan, read_plan, scores_of, stored_request
@@ -163,6 +166,17 @@ def test_a_process_holds_its_place_when_its_command_is_killed(tmp_path: Path) ->
     assert Places(1, folder).take() is None
     orphan.communicate(b"\n")
     assert Places(1, folder).take() is not None
+
+
+def test_a_folder_without_locks_is_refused_and_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    places = Places(2, tmp_path / "p")
+    for ask in (places.take, lambda: places.hold("a run")):
+        with pytest.raises(StorageError, match=r"cannot be locked .*choose another folder for --places"):
+            ask()
 
 
 def test_a_place_is_on_the_gpu_with_the_fewest(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tracefp4.files import storage_errors
+from tracefp4.files import StorageError, storage_errors
 from tracefp4.report import ensure_dir
 
 
@@ -102,12 +102,18 @@ class Places:
 
 
 def try_lock(path: Path) -> int | None:
-    """The descriptor of a locked file, made where it is not there; None where it is locked already."""
+    """The descriptor of a locked file, made where it is not there; None where it is locked already.
+
+    Raises StorageError where it cannot be written, or lies on a file system without locks: it would never be free.
+    """
     with storage_errors(str(path)):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         os.close(descriptor)
         return None
+    except OSError as error:
+        os.close(descriptor)
+        raise StorageError(f"{path} cannot be locked ({error.strerror}): choose another folder for --places") from error
     return descriptor
