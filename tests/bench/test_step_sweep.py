@@ -50,7 +50,7 @@ def test_a_candidate_is_the_setting_while_its_steps_run(script: ModuleType, monk
     cpu = torch.device("cpu")
 
     def watched(*operands: object) -> None:
-        seen.append((script.attention.default_config(True, 64, cpu), script.experts.default_config(True, 2.0, cpu)))
+        seen.append((script.attention.default_config(True, 64, cpu), script.experts.default_config(True, 2.0)))
         measure(*operands)
 
     defaults = script.attention.default_config, script.experts.default_config

@@ -205,7 +205,7 @@ def test_operands_are_exact() -> None:
     unit = torch.eye(128).bfloat16().to(DEVICE)
     rows, factor = kernel.operand_rows(unit)
     experts = torch.zeros(128, 1, dtype=torch.int64, device=DEVICE)
-    config = kernel.default_config(True, 128.0, experts.device)
+    config = kernel.default_config(True, 128.0)
     routing = kernel.route(experts, 1, config.rows)
     weights = on(DEVICE, {"w": packed})["w"]
     y = kernel.products(rows, factor, weights, routing, 1, False, 128, config)

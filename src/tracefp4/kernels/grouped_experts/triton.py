@@ -353,7 +353,7 @@ class ExpertsConfig:
     unroll: int = 1
 
 
-def default_config(fp4: bool, rows_per_expert: float, device: torch.device) -> ExpertsConfig:
+def default_config(fp4: bool, rows_per_expert: float) -> ExpertsConfig:
     """By the mean number of rows of an expert; under the interpreter a small one.
 
     The fastest of a few settings measured on an H200 with 128 experts at 2, 5, 16, 31, 64, 128, 256 and 512 rows
@@ -552,7 +552,7 @@ def routed_experts(
     M = N * K
     if N == 0:
         return torch.empty((N, O) if summed else (N, K, O), dtype=torch.bfloat16, device=experts_NK.device)
-    config = config or default_config(fp4, M / E, experts_NK.device)
+    config = config or default_config(fp4, M / E)
     factor: Tensor | None = None
     if fp4 and M < TWO_PHASES:
         routing = _empty_routing(experts_NK, E, config.rows)
