@@ -13,11 +13,13 @@ from tiny import tiny_recipe, tiny_weights
 from tracefp4.errors import TracefpError
 from tracefp4.formats import decode_e4m3
 from tracefp4.formats.e2m1 import decode_packed
+from tracefp4.recipe import quantize_expert_weights
 from tracefp4.rollout import native
 from tracefp4.rollout.config import RolloutConfig
 from tracefp4.rollout.engine import RolloutEngine
-from tracefp4.rollout.model import ModelShape
+from tracefp4.rollout.model import PARTS, ModelShape
 from tracefp4.rollout.native import FlashInferProvider, NativeModel, TorchProvider, blocked_scales, find_provider
+from tracefp4.rollout.weights import tensors_of
 
 
 def unblocked(flat: Tensor, R: int, C: int) -> Tensor:
@@ -87,6 +89,22 @@ def test_a_provider_computes_the_same_rollout() -> None:
         for site in ("expert_input", "key", "value"):
             assert torch.equal(r.sites[site].payload[0, :rows], s.sites[site].payload[0, :rows])
     assert provider.calls > 0
+
+
+def test_replaced_experts_are_those_that_are_multiplied() -> None:
+    """Weights of a quantizer that saw more: in place, and in the form that the provider reads."""
+    recipe = tiny_recipe("trace-all", 2)
+    model = NativeModel(ModelShape.from_hf(moe()), recipe, torch.bfloat16, "cpu", FakeProvider())
+    weights = dict(tiny_weights(moe()))
+    model.load(weights.items())
+    for part in PARTS:
+        held = list(tensors_of(getattr(model._layers[1], part)))
+        w = 0.5 * weights[f"model.layers.1.mlp.experts.{part}_proj"]
+        model.replace_experts(1, part, quantize_expert_weights(w, "nvfp4", recipe.pow2))
+        now = list(tensors_of(getattr(model._layers[1], part)))
+        assert [t.data_ptr() for t in now] == [t.data_ptr() for t in held]
+        want = list(tensors_of(model._expert_matrices(w)))
+        assert all(torch.equal(a, b) for a, b in zip(now, want, strict=True))
 
 
 def test_without_the_hardware_it_is_refused_by_name() -> None:

@@ -147,12 +147,13 @@ class KernelModel(RolloutModel):
         """As ``RolloutModel.replace_experts``, into the memory that captured graphs read."""
         assert part in PARTS
         layer = self._layers[i]
-        new: Experts
+        setattr(layer, part, put(getattr(layer, part), self._replacement(blocks)))
+
+    def _replacement(self, blocks: QuantizedBlocks) -> Experts:
+        """Quantized weights in the form that the products read."""
         if emulates_experts(self.recipe):
-            new = replace(ExpertMatrices.quantized(blocks), blocks=None)
-        else:
-            new = PackedExperts.pack(blocks)
-        setattr(layer, part, put(getattr(layer, part), new))
+            return replace(ExpertMatrices.quantized(blocks), blocks=None)
+        return PackedExperts.pack(blocks)
 
     @torch.no_grad()
     def run(self, step: KernelStep, pool: PagedPool) -> Tensor:

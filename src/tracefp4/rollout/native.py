@@ -12,7 +12,7 @@ Legend: E experts, O output and I input features, M rows of one expert, R rows a
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import torch
@@ -137,14 +137,12 @@ class NativeModel(KernelModel):
 
     def _expert_matrices(self, w_EOI: Tensor) -> Experts:
         assert self.recipe.weights is not None
-        codes, scales, epilogue = [], [], []
-        for w in w_EOI:
-            blocks = quantize_expert_weights(w[None], self.recipe.weights, self.recipe.pow2)
-            assert blocks.encode_scale is not None
-            codes.append(blocks.codes[0])
-            scales.append(blocked_scales(blocks.scales[0]))
-            epilogue.append(blocks.encode_scale.float().reciprocal().reshape(()))
-        return NativeExperts(torch.stack(codes), torch.stack(scales), torch.stack(epilogue))
+        # One at a time: the temporaries of all would crowd the cache out.
+        each = [_native(quantize_expert_weights(w[None], self.recipe.weights, self.recipe.pow2)) for w in w_EOI]
+        return NativeExperts(*(torch.cat([getattr(e, f.name) for e in each]) for f in fields(NativeExperts)))
+
+    def _replacement(self, blocks: QuantizedBlocks) -> Experts:
+        return _native(blocks)
 
     def _experts(
         self,
@@ -184,6 +182,14 @@ class NativeModel(KernelModel):
                 out[rows] = (y.float() * (weights.epilogue[e] * x.epilogue[rows])).bfloat16()
             start += n
         return out
+
+
+def _native(blocks: QuantizedBlocks) -> NativeExperts:
+    """Of quantized weights [E, O, I] with one encode scale for all or for each expert."""
+    assert blocks.encode_scale is not None
+    scales = torch.stack([blocked_scales(s) for s in blocks.scales])
+    epilogue = blocks.encode_scale.float().reciprocal().reshape(-1).expand(len(blocks.codes))
+    return NativeExperts(blocks.codes, scales, epilogue)
 
 
 def _rows(blocks: QuantizedBlocks, index: Tensor | None) -> _Rows:
