@@ -410,15 +410,25 @@ def test_underflowed_scale_leaves_the_formats_own_codes(name: str, zero_codes: l
 
 
 @pytest.mark.parametrize("rule", ["cell", "bracket"])
-def test_nan_and_inf_pass_through_without_a_crash(rule: str) -> None:
+def test_nan_and_inf_stay_within_their_block(rule: str) -> None:
     x = gaussian(4, 64)
     y = x.clone()
     y[0, 3], y[1, 4], y[2, 5] = NAN, INF, -INF
     y[3] = NAN
     for name, bits in PAIRS:
+        fmt = get_format(name)
         for sent in (quantize(name, x), quantize(name, y)):
-            decode(encode(sent, bits), y, rule)
-            decode(encode(sent, bits, valid=torch.zeros(4, dtype=torch.bool)), y, rule)
+            chosen, _ = decode(encode(sent, bits), y, rule)
+            finite, _ = decode(encode(sent, bits), x, rule)
+            assert int(chosen.scales.max()) <= (0x7E if fmt.scale_kind == "e4m3" else 0xFE), "no scale is NaN"
+            for row in range(3):
+                codes, want = (b.unpacked_codes()[row, fmt.block_size :] for b in (chosen, finite))
+                assert torch.equal(codes, want), (name, bits, row)
+            own, guided = decode(encode(sent, bits, valid=torch.zeros(4, dtype=torch.bool)), y, rule)
+            nearest = quantize(name, y)
+            assert torch.equal(own.codes, nearest.codes)
+            assert torch.equal(own.scales, nearest.scales)
+            assert not guided.any()
 
 
 # --- the decoding of scales ----------------------------------------------
