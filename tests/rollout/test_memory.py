@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -104,6 +105,15 @@ def test_full_codes_of_two_formats_are_counted_by_their_own_widths() -> None:
     tensors = [made.pool.codes, made.pool.scales, made._experts, *made.recorder._payload.values()]
     slots = made.blocks.num_pages * 16
     assert plan(made.shape, made.recipe, made.config).slot == sum(t.nbytes for t in tensors) // slots
+
+
+def test_a_cache_of_mx_values_is_measured_as_the_kernels_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense: 196,608 bytes where a packed one takes 55,296."""
+    monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 100_000}[name])
+    engine("naive", "references")
+    with pytest.raises(TracefpError, match="KV cache would take"):
+        engine("naive", "references", quant={"kv": "mxfp4-rceil"})
+    engine("naive", "torch", quant={"kv": "mxfp4-rceil"})
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

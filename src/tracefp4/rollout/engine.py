@@ -28,6 +28,7 @@ from tracefp4.rollout.kv_pool import make_kv_pool
 from tracefp4.rollout.memory import plan
 from tracefp4.rollout.model import Captured, ModelShape, RolloutModel, StepInput
 from tracefp4.rollout.native import NativeModel, find_provider
+from tracefp4.rollout.paged_pool import slot_bytes
 from tracefp4.rollout.sampler import sample
 from tracefp4.rollout.scheduler import Scheduled, Scheduler
 from tracefp4.rollout.sequence import Drawn, Sequence, Status
@@ -115,9 +116,12 @@ class RolloutEngine:
 
     def _check_memory(self, slots: int) -> None:
         """Refuses a cache larger than the machine's memory, which would end the process instead of failing."""
-        s = self.shape
-        bits = 4.5 if self.recipe.kv is not None else 8 * getattr(torch, self.config.dtype).itemsize
-        need = slots * s.layers * 2 * s.kv_heads * s.head_dim * bits / 8
+        s, dtype = self.shape, getattr(torch, self.config.dtype)
+        if self.config.backend == "torch":
+            bits = 4.5 if self.recipe.kv is not None else 8 * dtype.itemsize
+            need = slots * s.layers * 2 * s.kv_heads * s.head_dim * bits / 8
+        else:
+            need = slots * slot_bytes(s, self.recipe, dtype)
         if self.device in ("cpu", "meta"):  # meta: nothing is allocated, the limits are checked all the same
             have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         else:
