@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,6 +89,32 @@ def test_a_message_that_does_not_end_is_the_end_of_its_child(pair: Pair, monkeyp
     with pytest.raises(ConnectionError, match="does not end"):
         pair.child.receive(owes=True)
     pair.process_side.close()  # what a kill does
+
+
+class Killed:
+    """A process that is no more."""
+
+    def is_alive(self) -> bool:
+        return False
+
+    def join(self) -> None: ...
+
+
+def test_a_child_killed_in_mid_message_is_ended_though_another_process_holds_its_channel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process, "MESSAGE_SECONDS", 0.1)
+    here, there = multiprocessing.Pipe()
+    killed = Child("rollout", Killed(), Channel(here))  # type: ignore[arg-type]
+    os.write(there.fileno(), struct.pack("!i", 1 << 20) + bytes(100))
+    with pytest.raises(ConnectionError, match="does not end"):
+        killed.receive(owes=True)
+    ending = threading.Thread(target=killed.end, args=(0.0,), daemon=True)
+    ending.start()
+    ending.join(30)
+    ended = not ending.is_alive()
+    there.close()
+    assert ended
 
 
 def test_no_limit() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import socket
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -41,6 +44,11 @@ class Channel:
             return self.connection.poll(timeout)
         except OSError as error:
             raise Gone("the other end of the channel is gone") from error
+
+    def shut(self) -> None:
+        """Ends the wait of threads in ``send`` and ``receive``, even where another process holds the other end."""
+        with suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as pipe:
+            pipe.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self.connection.close()

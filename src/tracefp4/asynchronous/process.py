@@ -117,6 +117,7 @@ class Child:
         if self.process.is_alive():
             self.kill(stacks=why is not None)
         self.process.join()
+        self.channel.shut()  # a message that it was killed in may never end
         self._sender.shutdown()
         self._receiver.shutdown()
         self.channel.close()
