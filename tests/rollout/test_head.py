@@ -8,6 +8,7 @@ import torch
 
 import kernel_case
 from tiny import make_engine, tiny_requests
+from tracefp4.rollout import head
 from tracefp4.types import Request, SamplingParams, TrainBatch, Trajectory
 
 
@@ -86,6 +87,21 @@ def test_preemption_changes_nothing() -> None:
 def test_a_negative_count_is_refused() -> None:
     with pytest.raises(ValueError, match="top_logprobs must be >= 0"):
         SamplingParams(top_logprobs=-1)
+
+
+@pytest.mark.parametrize("k", [1, 20, 501])
+def test_blocks_of_rows_find_what_all_rows_find_at_once(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where several tokens are equally likely, too."""
+    B, V = 11, 501
+    logits = (torch.randn(B, V, generator=torch.Generator().manual_seed(1)) * 3).bfloat16()
+    logits[::2] = logits[::2].round()
+    logits[4] = 1.0
+    temperature = torch.linspace(0.3, 2.0, B)
+    want = head.likeliest(logits, temperature, k)
+    for rows in (1, 2, 3, 5, 6, 10, 11, 12):
+        monkeypatch.setattr(head, "HEAD_BYTES", rows * V * head.HEAD_LOGIT_BYTES)
+        got = head.likeliest(logits, temperature, k)
+        assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(got, want, strict=True))
 
 
 def kernel_requests(n: int, k: int, tokens: int, **settings: float) -> list[Request]:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kernel_case import dense, engine, moe, requests
 from tiny import tiny_recipe
@@ -17,9 +23,12 @@ from tracefp4.loop import RunConfig
 from tracefp4.loop.parts import preflight
 from tracefp4.recipe import Compensation, QuantRecipe
 from tracefp4.rollout.config import RolloutConfig, resolve
+from tracefp4.rollout.head import HEAD_BYTES, HEAD_LOGIT_BYTES, likeliest
 from tracefp4.rollout.kv_pool import QuantizedKVPool
-from tracefp4.rollout.memory import plan, weight_bytes
+from tracefp4.rollout.memory import LOGITS_SLACK, logits_bytes, plan, weight_bytes
 from tracefp4.rollout.model import ModelShape
+from tracefp4.rollout.sampler import DRAW_BYTES, DRAW_LOGIT_BYTES, SamplingTensors, draw, row_blocks
+from tracefp4.types import SamplingParams
 
 # Qwen3-30B-A3B
 REAL = ModelShape(
@@ -123,6 +132,99 @@ def test_a_budget_that_holds_no_sequence_is_refused_with_the_sum(backend: str) -
         engine("naive", "torch" if backend == "torch" else "references", memory_gb=0.0001)
     least = float(str(error.value).rsplit(" ", 1)[1]) * 1.01
     engine("naive", "torch" if backend == "torch" else "references", memory_gb=least)
+
+
+# -- logits ---------------------------------------------------------------------------------------------------------
+
+
+class Peak(TorchDispatchMode):
+    """Bytes of storages made within that are alive at once, at most; a sort with what it takes on a GPU besides."""
+
+    SORT = 40  # bytes an element, of FP64 and below 128 rows: see DRAW_LOGIT_BYTES
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = self._now = 0
+        self._known: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [t for t in tree_leaves((args, kwargs or {})) if isinstance(t, Tensor)]
+        old = {t.untyped_storage()._cdata for t in given}
+        out = func(*args, **(kwargs or {}))
+        for t in (t for t in tree_leaves(out) if isinstance(t, Tensor)):
+            storage = t.untyped_storage()
+            key = storage._cdata
+            if key not in old and key not in self._known:
+                self._known[key] = storage.nbytes()
+                self._now += storage.nbytes()
+                weakref.finalize(storage, self._gone, key)
+        scratch = self.SORT * given[0].numel() if func.overloadpacket is torch.ops.aten.sort else 0
+        self.most = max(self.most, self._now + scratch)
+        return out
+
+    def _gone(self, key: int) -> None:
+        self._now -= self._known.pop(key)
+
+
+def peak(run: Callable[[], Any]) -> int:
+    with torch.no_grad(), Peak() as found:
+        run()
+    return found.most
+
+
+def drawing_peak(rows: int, vocab: int, top_p: float) -> int:
+    """On the device that computes nothing."""
+    logits = torch.empty(rows, vocab, dtype=torch.bfloat16, device="meta")
+    settings = SamplingTensors.of([SamplingParams(top_p=top_p)] * rows).to(torch.device("meta"))
+    positions = torch.empty(rows, dtype=torch.int64, device="meta")
+    return peak(lambda: draw(logits, settings, positions, top_p < 1))
+
+
+def head_peak(rows: int, vocab: int) -> int:
+    logits = torch.empty(rows, vocab, dtype=torch.bfloat16, device="meta")
+    return peak(lambda: likeliest(logits, torch.empty(rows, device="meta"), 20))
+
+
+SIZES = [(1, REAL.vocab), (3, 32000), (40, REAL.vocab), (300, 32000), (512, REAL.vocab), (2, 20_000_000)]
+
+
+@pytest.mark.parametrize(("rows", "vocab"), SIZES)
+def test_drawing_takes_what_a_block_of_rows_may_take(rows: int, vocab: int) -> None:
+    """The bytes of a logit are right to a hundredth, but for what there is of each row; a row is the least block."""
+    for found, logit, most in (
+        (drawing_peak(rows, vocab, 0.9), DRAW_LOGIT_BYTES, DRAW_BYTES),
+        (head_peak(rows, vocab), HEAD_LOGIT_BYTES, HEAD_BYTES),
+    ):
+        block = row_blocks(rows, vocab, logit, most)[0].stop * vocab * logit
+        assert found == pytest.approx(block, rel=0.01)
+        assert block <= most or block == vocab * logit
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize(("rows", "vocab"), SIZES)
+def test_the_budget_holds_logits_and_every_way_to_draw_from_them(rows: int, vocab: int, graphs: bool) -> None:
+    shape = replace(REAL, vocab=vocab)
+    logits = rows * vocab * 2
+    for backend in ("torch", "triton"):
+        if backend == "torch" and graphs:
+            continue
+        config = RolloutConfig(backend=backend, max_num_seqs=rows, cuda_graphs=graphs, page_size=64)
+        budget = logits_bytes(shape, config) / LOGITS_SLACK * 1.001
+        assert logits + drawing_peak(rows, vocab, 0.9) <= budget
+        assert logits + head_peak(rows, vocab) <= budget
+        if backend == "torch":
+            assert logits + drawing_peak(rows, vocab, 1.0) <= budget
+        if graphs:  # a buffer; and top-p behind a graph beside what the likeliest tokens keep in another
+            assert 2 * logits + drawing_peak(rows, vocab, 0.9) + head_peak(rows, vocab) <= budget
+        assert plan(shape, QuantRecipe(48), config).workspace > logits_bytes(shape, config)
+
+
+def test_more_rows_take_more_logits_but_no_more_to_draw_by_top_p() -> None:
+    assert drawing_peak(1024, REAL.vocab, 0.9) < 1.01 * DRAW_BYTES
+    few, many = (
+        logits_bytes(REAL, RolloutConfig(backend="triton", max_num_seqs=n, cuda_graphs=False)) for n in (512, 1024)
+    )
+    assert many - few < LOGITS_SLACK * (512 * REAL.vocab * 2 + 0.1 * DRAW_BYTES)
 
 
 # -- settings -------------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tracefp4.rollout.sampler import _nucleus, counter_uniform, sample
+from tracefp4.rollout import sampler
+from tracefp4.rollout.sampler import SamplingTensors, _nucleus, counter_uniform, row_blocks, sample
 from tracefp4.types import SamplingParams
 
 
@@ -164,3 +165,62 @@ def test_a_refusal_keeps_no_tensor_alive() -> None:
     del logits, error
     gc.collect()
     assert kept() is None
+
+
+def test_row_blocks_are_few_and_of_equal_size() -> None:
+    for B in range(40):
+        for limit in range(1, 45):
+            blocks = row_blocks(B, 10, 3, limit * 30 + 29)
+            rows = [at.stop - at.start for at in blocks]
+            assert [i for at in blocks for i in range(B)[at]] == list(range(B))
+            assert len(blocks) == max(1, math.ceil(B / limit))
+            assert max(rows) <= limit
+            assert set(rows[:-1]) <= {rows[0]}
+            assert rows[-1] <= rows[0]
+    assert row_blocks(3, 10, 3, 29) == [slice(0, 1), slice(1, 2), slice(2, 3)]  # a row that is too much by itself
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("B", [1, 2, 11, 12])
+def test_blocks_of_rows_draw_what_all_rows_draw_at_once(
+    B: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy rows, whole distributions and tight cuts side by side; many tokens are equally likely."""
+    V, g = 3001, torch.Generator().manual_seed(B)
+    logits = (torch.randn(B, V, generator=g) * 3).to(dtype)
+    logits[::2] = logits[::2].round()
+    logits[:, 5:9] = -math.inf
+    if B > 2:
+        logits[2] = 1.0
+        logits[3, 7] = math.nan
+    temperatures, cuts = (1.0, 0.0, 0.5, 1e-20, 2.0), (0.9, 1.0, 0.5, 1e-9)
+    params = [SamplingParams(temperatures[i % 5], cuts[i % 4], seed=i) for i in range(B)]
+    settings, positions = SamplingTensors.of(params), torch.arange(B)
+    logit = sampler.DRAW_LOGIT_BYTES * V
+    monkeypatch.setattr(sampler, "DRAW_BYTES", B * logit)
+    want = sampler.draw(logits, settings, positions, True)
+    good = want[2]
+    assert good.tolist() == [i != 3 or B <= 2 for i in range(B)]
+    seen, alone = [], sampler._draw_by_top_p
+
+    def noted(block: Tensor, *args: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        seen.append(len(block))
+        return alone(block, *args)
+
+    monkeypatch.setattr(sampler, "_draw_by_top_p", noted)
+    for rows in (1, 2, 3, 4, 5, 7, 10, 11, 12, 13):
+        seen.clear()
+        monkeypatch.setattr(sampler, "DRAW_BYTES", rows * logit + logit // 2)
+        got = sampler.draw(logits, settings, positions, True)
+        assert max(seen) <= rows
+        assert sum(seen) == B
+        assert all(x.dtype == y.dtype for x, y in zip(got, want, strict=True))
+        assert torch.equal(got[0][good], want[0][good])
+        assert torch.equal(got[1][good], want[1][good])
+        assert torch.equal(got[2], good)
+
+
+def test_no_rows_draw_nothing() -> None:
+    settings = SamplingTensors.of([SamplingParams(top_p=0.5)]).rows(slice(0))
+    got = sampler.draw(torch.zeros(0, 7), settings, torch.zeros(0, dtype=torch.int64), True)
+    assert [len(x) for x in got] == [0, 0, 0]

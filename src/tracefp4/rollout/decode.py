@@ -96,14 +96,17 @@ class DecodeRunner:
         self._slots = torch.zeros(0, dtype=torch.int64)  # that each row's pages hold
         self._pages: list[int] = []
         self._graphs: dict[Size, torch.cuda.CUDAGraph] = {}
-        self._logits: dict[Size, Tensor] = {}
+        # Where captured steps of all sizes leave their logits: top-p reads them behind the graph, whose own memory is
+        # the next graph's too. So that memory holds none, of which a smaller size's would not do for a larger one.
+        V = model.shape.vocab
+        self._logits = torch.empty(M, V, dtype=model.dtype, device=device) if graphs else None
         self._memory: Any = None
         self.captures = 0
 
     # -- one step on the device ----------------------------------------------------------------------------------
 
     def _forward(self, B: int, probed: bool) -> Tensor:
-        """Logits [B, V] of the rows as the buffers have them."""
+        """Logits [B, V] of the rows as the buffers have them: in ``_logits`` where steps are captured."""
         page = self.pool.page_size
         positions, tables = self.positions[:B], self.tables[:B]
         at = positions.clamp_min(0)
@@ -118,12 +121,12 @@ class DecodeRunner:
             rows = torch.where((places >= 0) & (positions >= 0), self.first_probe + places, self.probe.scratch_row)
             recordings += (Recording(self.probe, rows),)
         step = KernelStep(self.tokens[:B], positions, slots, recordings, tables=tables, lengths=(positions + 1).int())
-        return self.model.run(step, self.pool)
+        return self.model.run(step, self.pool, None if self._logits is None else self._logits[:B])
 
     def _draw(self, logits: Tensor, B: int, nucleus: bool) -> None:
         """Samples, and moves every row on to its next token."""
         positions = self.positions[:B]
-        ids, logprobs, finite = draw(logits, self.settings.rows(B), positions + 1, nucleus, self.model.backend)
+        ids, logprobs, finite = draw(logits, self.settings.rows(slice(B)), positions + 1, nucleus, self.model.backend)
         for row, values in zip(self.out[:, :B], (ids, logprobs, finite), strict=True):
             row.copy_(values)
         if self.heads is not None:
@@ -136,11 +139,18 @@ class DecodeRunner:
     def _eager(self, B: int, nucleus: bool, probed: bool) -> None:
         self._draw(self._forward(B, probed), B, nucleus)
 
+    def _captured(self, B: int, nucleus: bool, probed: bool) -> None:
+        """What the graph of a size holds. All that it leaves is in buffers that were there before it."""
+        logits = self._forward(B, probed)
+        if not nucleus:
+            self._draw(logits, B, nucleus)
+
     def _replay(self, B: int, nucleus: bool, probed: bool) -> None:
         """Top-p sorts, whose scratch memory a graph would keep for every size: it follows the graph, eagerly."""
         self._graphs[B, nucleus, probed].replay()
         if nucleus:
-            self._draw(self._logits[B, nucleus, probed], B, nucleus)
+            assert self._logits is not None
+            self._draw(self._logits[:B], B, nucleus)
 
     @torch.no_grad()
     def capture(self, B: int, nucleus: bool = False, probed: bool = False) -> None:
@@ -152,13 +162,9 @@ class DecodeRunner:
         graph = torch.cuda.CUDAGraph()
         # Other threads may go on using the device, as the guidance store's writer does.
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            logits = self._forward(B, probed)
-            if not nucleus:
-                self._draw(logits, B, nucleus)
+            self._captured(B, nucleus, probed)
         self._memory = self._memory or graph.pool()
         self._graphs[B, nucleus, probed] = graph
-        if nucleus:  # the others' logits may be the next graph's memory
-            self._logits[B, nucleus, probed] = logits
         self.captures += 1
 
     def _reset(self) -> None:
@@ -231,7 +237,6 @@ class DecodeRunner:
             return
         self._reset()  # the captured steps keep fewer
         self._graphs.clear()
-        self._logits.clear()
         self._memory = None
         M = len(self.tokens)
         self.heads = torch.zeros(2, M, k, dtype=torch.float64, device=self.tokens.device)

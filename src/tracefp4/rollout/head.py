@@ -7,17 +7,34 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from tracefp4.rollout.sampler import SamplingTensors
+from tracefp4.rollout.sampler import SamplingTensors, row_blocks
 from tracefp4.rollout.sequence import Sequence
 from tracefp4.types import TokenHead
+
+HEAD_BYTES = 1 << 27
+"""Most bytes that the temporaries of ``likeliest`` take, however many rows there are (one row's at least). Less than a
+draw's: captured steps keep theirs, and launch for little."""
+HEAD_LOGIT_BYTES = 12
+"""Of these, at the peak, for each logit of a block: three of FP32, as logits become log-probs."""
 
 
 def likeliest(logits_BV: Tensor, temperature_B: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """(ids int64, log-probs f32) [B, k], likeliest first. Asks the host nothing.
 
     temperature: 1 where greedy. Log-probs are those that ``sampler.sample`` gives, up to the order of a sum: under the
-    temperature-scaled distribution before top-p.
+    temperature-scaled distribution before top-p. In blocks of rows, whose temporaries stay within HEAD_BYTES.
     """
+    B, V = logits_BV.shape
+    blocks = row_blocks(B, V, HEAD_LOGIT_BYTES, HEAD_BYTES)
+    found = [_likeliest(logits_BV[at], temperature_B[at], k) for at in blocks]
+    if len(found) == 1:
+        return found[0]
+    ids, logprobs = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return ids, logprobs
+
+
+def _likeliest(logits_BV: Tensor, temperature_B: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """As ``likeliest``, all rows at once; HEAD_LOGIT_BYTES counts what is alive here."""
     logits = logits_BV.float()
     scaled = (logits - logits.amax(-1, keepdim=True)) / temperature_B[:, None]
     logprobs, ids = torch.log_softmax(scaled, dim=-1).topk(k, dim=-1)

@@ -156,8 +156,11 @@ class KernelModel(RolloutModel):
         return PackedExperts.pack(blocks)
 
     @torch.no_grad()
-    def run(self, step: KernelStep, pool: PagedPool) -> Tensor:
-        """Logits [n, V] of the wanted rows. Writes the step's K and V, and its record."""
+    def run(self, step: KernelStep, pool: PagedPool, out: Tensor | None = None) -> Tensor:
+        """Logits [n, V] of the wanted rows. Writes the step's K and V, and its record.
+
+        out: compute dtype, contiguous [n, V]: where the logits are written, and what is returned then.
+        """
         s = self.shape
         experts: list[Tensor] = []
         eps, backend = s.norm_eps, self.backend
@@ -172,7 +175,8 @@ class KernelModel(RolloutModel):
         if experts:
             for recording in step.recordings:
                 recording.recorder.write_experts(recording.rows, torch.stack(experts, dim=1))
-        return F.linear(h if step.last_rows is None else h[step.last_rows], self._head)
+        wanted = h if step.last_rows is None else h[step.last_rows]
+        return F.linear(wanted, self._head) if out is None else torch.mm(wanted, self._head.t(), out=out)
 
     def _attend(self, i: int, layer: Layer, h_NH: Tensor, step: KernelStep, pool: PagedPool) -> Tensor:
         s = self.shape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -12,20 +13,29 @@ from tracefp4.guidance import row_bytes, site_bits
 from tracefp4.guidance.stream import StreamRecorder
 from tracefp4.recipe import QuantRecipe
 from tracefp4.rollout.config import RolloutConfig
+from tracefp4.rollout.decode import buckets
 from tracefp4.rollout.emulated import emulates_experts
+from tracefp4.rollout.head import HEAD_BYTES, HEAD_LOGIT_BYTES
 from tracefp4.rollout.kernel_executor import CONTEXT_ROWS, chunk_rows, row_layout
 from tracefp4.rollout.model import ModelShape
 from tracefp4.rollout.paged_pool import slot_bytes
+from tracefp4.rollout.sampler import DRAW_BYTES, DRAW_LOGIT_BYTES, row_blocks
 from tracefp4.rollout.weights import weight_sizes
 
 GB = 1e9
+LOGITS_SLACK = 1.25
+"""By how much more than the sum of its parts the logits' share is: the allocator rounds up and leaves gaps."""
+TORCH_LOGIT_BYTES = 33
+"""At the peak of drawing in plain torch without top-p, all rows at once, beside the logits: FP32 logits and log-probs
+(8), FP64 probabilities, cumulated, and in reverse (24), and whether they are above 0 (1)."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
     """Bytes of an engine. weights: exact, with the tables of the rotary embedding. recording: device buffers of
-    guidance and routing that do not grow with the cache. workspace: an estimate of a step's temporaries, generous.
-    slot: of one cache slot, with what is recorded by slot on the device. pages: what fits into the budget."""
+    guidance and routing that do not grow with the cache. workspace: an estimate of a step's temporaries and of
+    what captured steps keep, generous. slot: of one cache slot, with what is recorded by slot on the device. pages:
+    what fits into the budget."""
 
     weights: int
     recording: int
@@ -114,7 +124,8 @@ def _slot_bytes_torch(shape: ModelShape, recipe: QuantRecipe, dtype: torch.dtype
 
 
 def _workspace(shape: ModelShape, recipe: QuantRecipe, config: RolloutConfig) -> int:
-    """Temporaries of the largest step: rows of a layer, dispatched rows, a context read back, logits."""
+    """Temporaries of the largest step: rows of a layer, dispatched rows, a context read back, logits; and what captured
+    steps keep of them."""
     s, rows = shape, chunk_rows(config)
     qkv = (s.heads + 2 * s.kv_heads) * s.head_dim
     k = max(1, s.experts_per_token)
@@ -127,6 +138,28 @@ def _workspace(shape: ModelShape, recipe: QuantRecipe, config: RolloutConfig) ->
     if config.backend == "torch":
         per_row, per_context = 2 * per_row + 4 * k * s.hidden, 2 * per_context
         context = config.max_num_seqs * config.max_model_len
-    # Logits, and at top-p or in plain torch their FP32 copy, log-probs and the sampler's FP64 arrays.
-    logits = config.max_num_seqs * s.vocab * 42
-    return rows * per_row + min(context, config.max_num_seqs * config.max_model_len) * per_context + logits
+    if config.cuda_graphs:
+        # Graphs share memory and give none back: captured from small to large, none finds a block that is large enough.
+        rows += sum(buckets(config.max_num_seqs))
+    context = min(context, config.max_num_seqs * config.max_model_len)
+    return rows * per_row + context * per_context + logits_bytes(shape, config)
+
+
+def logits_bytes(shape: ModelShape, config: RolloutConfig) -> int:
+    """Logits of max_num_seqs rows, and what it takes at most to draw from them; LOGITS_SLACK times their sum."""
+    M, V = config.max_num_seqs, shape.vocab
+
+    def block(rows: int, logit_bytes: int, most: int) -> int:
+        return row_blocks(rows, V, logit_bytes, most)[0].stop * V * logit_bytes
+
+    logits = M * V * getattr(torch, config.dtype).itemsize  # of a prefill step, or of a decode step without graphs
+    # Top-p and the likeliest tokens follow one another.
+    drawing = max(block(M, DRAW_LOGIT_BYTES, DRAW_BYTES), block(M, HEAD_LOGIT_BYTES, HEAD_BYTES))
+    if config.backend == "torch":
+        drawing = max(drawing, M * V * TORCH_LOGIT_BYTES)
+    captured = 0
+    if config.cuda_graphs:
+        # The buffer of logits, and the likeliest tokens in graphs captured from small to large.
+        heads = [block(n, HEAD_LOGIT_BYTES, HEAD_BYTES) for n in buckets(M)]
+        captured = logits + sum(set(accumulate(heads, max)))
+    return int(LOGITS_SLACK * (logits + drawing + captured))

@@ -12,6 +12,15 @@ from tracefp4.kernels.sampling import draw_tokens
 from tracefp4.kernels.sampling.ref import invert, scaled_logprobs
 from tracefp4.types import SamplingParams
 
+DRAW_BYTES = 1 << 29
+"""Most bytes that the temporaries of a draw by top-p take, however many rows there are (one row's at least)."""
+DRAW_LOGIT_BYTES = 28 + 40
+"""Of these, at the peak, for each logit of a block, in the sort: FP32 log-probs (4), FP64 probabilities (8), the same
+sorted (8), their order (8); and what torch's stable sort takes beside its results on a GPU, where fewer than 128 rows
+take most: row and column twice (16), sorted keys (8), a second buffer of the radix sort's keys and values (16). That
+is read from its source, the rest is counted by a test.
+"""
+
 _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 
 
@@ -82,9 +91,20 @@ class SamplingTensors:
     def pinned(self) -> SamplingTensors:
         return SamplingTensors(*(t.pin_memory() for t in (self.temperature, self.top_p, self.seeds, self.greedy)))
 
-    def rows(self, n: int) -> SamplingTensors:
-        """Views of the first n rows."""
-        return SamplingTensors(self.temperature[:n], self.top_p[:n], self.seeds[:n], self.greedy[:n])
+    def rows(self, at: slice) -> SamplingTensors:
+        """Views of some rows."""
+        return SamplingTensors(self.temperature[at], self.top_p[at], self.seeds[at], self.greedy[at])
+
+
+def row_blocks(B: int, V: int, logit_bytes: int, most: int) -> list[slice]:
+    """Cuts B rows of V logits into as few blocks as have at most ``most // (V * logit_bytes)`` rows each, or one.
+
+    The blocks are of equal size but for the last: a long one would take as much memory, a short one as many launches.
+    No rows are one empty block.
+    """
+    count = max(1, -(-B // max(1, most // (V * logit_bytes))))
+    rows = max(1, -(-B // count))
+    return [slice(first, min(first + rows, B)) for first in range(0, max(B, 1), rows)]
 
 
 def draw(
@@ -92,22 +112,39 @@ def draw(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``sample`` without asking the host anything: (ids, log-probs, bool [B]: whether the row's logits are finite).
 
-    nucleus: whether any row cuts its distribution at top-p; always drawn by torch. Of rows that are not finite the rest
-    means nothing.
+    nucleus: whether any row cuts its distribution at top-p; always drawn by torch, in blocks of rows whose temporaries
+    stay within DRAW_BYTES. Of rows that are not finite the rest means nothing.
+
+    No row's result depends on its block, but for the last bits of FP64 sums on a GPU, whose order torch lets depend on
+    the number of rows, in blocks as in batches.
     """
     uniform = counter_uniform(settings.seeds, positions)
     if not nucleus:
         return draw_tokens(logits_BV, settings.temperature, settings.greedy, uniform, backend=backend)
+    B, V = logits_BV.shape
+    blocks = row_blocks(B, V, DRAW_LOGIT_BYTES, DRAW_BYTES)
+    drawn = [_draw_by_top_p(logits_BV[at], settings.rows(at), uniform[at]) for at in blocks]
+    if len(drawn) == 1:
+        return drawn[0]
+    ids, logprobs, finite = (torch.cat(parts) for parts in zip(*drawn, strict=True))
+    return ids, logprobs, finite
+
+
+def _draw_by_top_p(logits_BV: Tensor, settings: SamplingTensors, uniform_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``draw``, all rows at once; DRAW_LOGIT_BYTES counts what is alive here."""
     logits, logprobs, finite = scaled_logprobs(logits_BV, settings.temperature)
-    drawn = invert(_nucleus(logprobs.double().exp(), settings.top_p), uniform)
-    ids = torch.where(settings.greedy, logits.argmax(-1), drawn)
+    likeliest = logits.argmax(-1)
+    del logits
+    drawn = invert(_nucleus(logprobs.double().exp_(), settings.top_p), uniform_B)
+    ids = torch.where(settings.greedy, likeliest, drawn)
     return ids, logprobs.gather(-1, ids[:, None])[:, 0], finite
 
 
 def _nucleus(probs_BV: Tensor, top_p_B: Tensor) -> Tensor:
     """Keeps the smallest set of likeliest tokens whose mass reaches top_p (at least one); all of them at 1."""
     ordered, index = probs_BV.sort(dim=-1, descending=True, stable=True)
-    before = ordered.cumsum(-1) - ordered
+    before = ordered.cumsum(-1).sub_(ordered)
     # At 1 nothing is cut, though rounding may bring the mass before a rare token to 1 already.
-    kept = torch.where((before < top_p_B[:, None]) | (top_p_B[:, None] >= 1), ordered, 0.0)
-    return torch.zeros_like(probs_BV).scatter(-1, index, kept)
+    kept = (before < top_p_B[:, None]) | (top_p_B[:, None] >= 1)
+    del before
+    return torch.empty_like(probs_BV).scatter_(-1, index, ordered.masked_fill_(~kept, 0.0))
