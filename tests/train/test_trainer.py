@@ -109,6 +109,24 @@ def test_the_first_update_starts_at_ratio_one(method: str, dtype: str) -> None:
     assert metrics["train/grad_norm"] > 0
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_broken_loss_moves_no_weight(dtype: str) -> None:
+    """Its gradients are finite, so nothing else would hold it back; nor does any of them reach the next update."""
+    batch, store = rollout("bf16", dtype)
+    trainer = make_trainer("bf16", dtype, store)
+    original, before = trainer._loss, weights(trainer)
+
+    def broken(*args: Any) -> LossTerms:
+        terms = original(*args)
+        return replace(terms, loss=terms.loss + math.nan)
+
+    trainer._loss = broken  # type: ignore[method-assign]
+    with pytest.raises(FloatingPointError, match="the policy loss is nan; the update was not applied"):
+        trainer.update(batch)
+    assert all(torch.equal(w, before[name]) for name, w in weights(trainer).items())
+    assert all(master.grad is None for master in trainer.optimizer.masters)
+
+
 @pytest.mark.parametrize("method", ["trace", "trace-all", "trace-paper"])
 def test_decoding_once_differs_only_after_the_weights_have_moved(method: str) -> None:
     def run(**config: Any) -> tuple[dict[str, float], list[LossTerms]]:

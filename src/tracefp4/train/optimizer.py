@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -56,18 +58,22 @@ class MasterOptimizer:
         Raises FloatingPointError and leaves all weights as they were when the norm is not finite.
         """
         norm = float(nn.utils.clip_grad_norm_(self.masters, self.grad_clip))
-        if not torch.isfinite(torch.tensor(norm)):
-            self.adamw.zero_grad(set_to_none=True)
+        if not math.isfinite(norm):
+            self.drop()
             raise FloatingPointError(f"gradient norm is {norm}; the update was not applied")
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.step()
-        self.adamw.zero_grad(set_to_none=True)
+        self.drop()
         with torch.no_grad():
             pairs = [(p, m) for p, m in zip(self.params, self.masters, strict=True) if p is not m]
             if pairs:
                 torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
         return norm
+
+    def drop(self) -> None:
+        """Forgets what was accumulated."""
+        self.adamw.zero_grad(set_to_none=True)
 
     def state_tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """Masters and AdamW moments, f32, as ``master.NAME``, ``exp_avg.NAME``, ``exp_avg_sq.NAME``, ``steps.NAME``."""

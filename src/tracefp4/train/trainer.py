@@ -241,11 +241,12 @@ class GRPOTrainer:
                 stats[f"train/{name}"] += value / (units if name == "loss" else tokens)
             for i, name in enumerate(names):
                 own[name] = [a + b for a, b in zip(own.get(name, [0.0, 0.0]), row[4 + 2 * i : 6 + 2 * i], strict=True)]
+        if not math.isfinite(stats["train/loss"]):  # its gradients may be finite all the same
+            self.optimizer.drop()
+            raise FloatingPointError(f"the policy loss is {stats['train/loss']}; the update was not applied")
         rise = min(1.0, (self._optimizer_steps + 1) / c.warmup_steps) if c.warmup_steps else 1.0
         stats["train/grad_norm"] = self.optimizer.step(c.lr * rise)
         self._optimizer_steps += 1
-        if not math.isfinite(stats["train/loss"]):
-            raise FloatingPointError("the policy loss is not finite")
         return stats
 
     def _loss(self, m: _Micro, logprobs: Tensor, head: Tensor | None = None) -> LossTerms:
