@@ -7,6 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
+from tracefp4.align import passrate
 from tracefp4.align.passrate import cluster_mean, paired_difference, pass_at_k, pass_rates, wilson
 
 
@@ -96,3 +97,14 @@ def test_what_is_no_table_of_rewards_is_refused(bad: np.ndarray) -> None:
         paired_difference(np.zeros((2, 1)), np.zeros((3, 1)))
     with pytest.raises(ValueError, match="at least one problem"):
         cluster_mean(np.zeros(0))
+
+
+@pytest.mark.parametrize("problems", [1, 7, 300])
+@pytest.mark.parametrize("at_once", [1, 50, 1001, 10**9])
+def test_a_bootstrap_in_parts_is_the_same(problems: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory does not grow with the problems, nor do its draws depend on the parts."""
+    figures = np.random.default_rng(1).random(problems)
+    draws = np.random.default_rng(3).integers(0, problems, (passrate.RESAMPLES, problems))
+    low, high = np.quantile(figures[draws].mean(1), [(1 - 0.95) / 2, (1 + 0.95) / 2])
+    monkeypatch.setattr(passrate, "DRAWS_AT_ONCE", at_once)
+    assert cluster_mean(figures, seed=3) == passrate.Estimate(float(figures.mean()), float(low), float(high))

@@ -247,7 +247,7 @@ def _forms(config: RunConfig, layers: int, arm: Arm) -> tuple[str, tuple[str, ..
     numbers = {}
     for name in dict.fromkeys((CONTROL, FP4, own)):
         form = make_forms([name], config, layers)[0]
-        numbers[name] = (form.recipe.hash, form.dtype, getattr(form, "calibrated", False))
+        numbers[name] = (form.recipe.hash, form.dtype, form.calibrated)
     known = next(name for name in numbers if numbers[name] == numbers[own])
     return known, tuple(dict.fromkeys((CONTROL, FP4, known)))
 

@@ -93,10 +93,13 @@ def find_recipe(name: str) -> Path:
     """
     if name.endswith(".toml"):
         return Path(name)
-    for root in (Path(), Path(tracefp4.__file__).parents[2]):  # a checkout, wherever the command is called from
-        if (path := root / FOLDER / f"{name}.toml").is_file():
+    folders = [
+        root / FOLDER for root in (Path(), Path(tracefp4.__file__).parents[2])
+    ]  # a checkout, called from anywhere
+    for folder in folders:
+        if (path := folder / f"{name}.toml").is_file():
             return path
-    known = sorted(path.stem for path in FOLDER.glob("*.toml"))
+    known = sorted({path.stem for folder in folders for path in folder.glob("*.toml")})
     hint = f": there are {', '.join(known)}" if known else f" and no {FOLDER} here: work in a checkout of tracefp4"
     raise ConfigError(f"--recipe {name} is no rung of the ladder{hint}, or give a .toml file")
 

@@ -244,7 +244,7 @@ class RolloutEngine:
         self._check_ready()
         batch = self.scheduler.schedule()
         if batch:
-            self._sample(batch, self._run(batch), on_turn)
+            self._hand_out(batch, self._run(batch), on_turn)
         # Over the kernels what ended is worked off in the next step, while the device computes, where there is one.
         last = not self.scheduler.unfinished
         if last or not batch or self.kernels is None:
@@ -350,7 +350,7 @@ class RolloutEngine:
         if captured.experts is not None:
             self._experts.index_copy_(0, step.slots, captured.experts)
 
-    def _sample(self, batch: list[Scheduled], drawn: list[Drawn], on_turn: OnTurn | None) -> None:
+    def _hand_out(self, batch: list[Scheduled], drawn: list[Drawn], on_turn: OnTurn | None) -> None:
         """Hands every sequence its tokens, and ends those whose response is over."""
         seqs = [s.seq for s in batch if s.samples]
         # Settled only now: where sampling raises, the same rows simply run again.
