@@ -157,7 +157,7 @@ def test_a_rollout_without_work_says_that_it_is_idle(tmp_path: Path, monkeypatch
 def test_lost_guidance_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker, box = make(tmp_path)
     figures = {"guidance/dropped/full": 3.0, "guidance/written_bytes": 100.0, "guidance/queue_bytes": 7.0}
-    monkeypatch.setattr(rollout, "store_figures", lambda store: figures)
+    monkeypatch.setattr(worker.store, "stats", lambda: figures)
     worker._count()
     worker._count()
     figures = {"guidance/dropped/full": 4.0, "guidance/written_bytes": 100.0}

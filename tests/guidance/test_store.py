@@ -125,3 +125,18 @@ def test_ragged_records_are_refused() -> None:
         replace(r, versions=r.versions[:4])
     with pytest.raises(GuidanceError, match="5 token ids, 5 versions and 6 valid bits"):
         replace(r, valid=torch.ones(6, dtype=torch.bool))
+
+
+def test_old_records_and_all_records_go() -> None:
+    """A record goes that ran wholly under versions below; nothing waits in memory, and nothing is counted."""
+    store = MemoryStore()
+    for name, versions in (("old", [0, 1, 1]), ("across", [1, 2, 2]), ("new", [2, 2, 3])):
+        store.put(name, replace(record(3), versions=torch.tensor(versions, dtype=torch.int32)))
+    store.put("empty", record(0))
+    assert (store.flush(), store.stats()) == (True, {})
+    assert store.drop_below(2) == 2
+    assert [name in store for name in ("old", "across", "new", "empty")] == [False, True, True, False]
+    assert store.drop_below(2) == 0
+    assert store.clear() == 2
+    assert len(store) == 0
+    assert store.close()

@@ -30,9 +30,9 @@ from tracefp4.asynchronous.messages import (
     Weights,
 )
 from tracefp4.asynchronous.supervisor import RolloutStart
-from tracefp4.guidance.disk import ShardStore, make_store
+from tracefp4.guidance.disk import make_store
 from tracefp4.loop import Parts, preflight
-from tracefp4.loop.training import STORE_TOTALS, store_figures
+from tracefp4.loop.training import STORE_TOTALS
 from tracefp4.signals import Stopped
 from tracefp4.tasks import CountingTask, Exchanges, Prompt
 from tracefp4.types import Request, Trajectory
@@ -237,7 +237,7 @@ class RolloutWorker:
 
     def _count(self) -> None:
         """Tells what the store has written and dropped: another process may go on counting."""
-        figures = store_figures(self.store)
+        figures = self.store.stats()
         more = {name: figures.get(name, 0.0) - before for name, before in self._counted.items()}
         if any(more.values()):
             self._counted = {name: before + more[name] for name, before in self._counted.items()}
@@ -245,8 +245,7 @@ class RolloutWorker:
 
     def close(self) -> None:
         self.parts.close()
-        if isinstance(self.store, ShardStore):
-            self.store.close(timeout=2.0)
+        self.store.close(timeout=2.0)
 
 
 def rollout_main(connection: Connection, payload: Payload, start: RolloutStart) -> None:

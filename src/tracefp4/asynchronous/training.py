@@ -35,7 +35,7 @@ from tracefp4.asynchronous.rollout import rollout_main
 from tracefp4.asynchronous.supervisor import Supervisor
 from tracefp4.errors import TracefpError
 from tracefp4.files import storage_errors, warn
-from tracefp4.guidance.disk import ShardStore, make_store
+from tracefp4.guidance.disk import make_store
 from tracefp4.loop import RunConfig, preflight
 from tracefp4.loop.run import drive
 from tracefp4.loop.training import clear_store, prompt_lengths, rollout_metrics, save_policy
@@ -79,7 +79,7 @@ class AsyncTrainingRun:
 
     def begin(self, resumed: bool) -> None:
         """Tells the supervisor where the trainer stands; the rollout starts from there."""
-        clear_store(self.store)  # records of processes that are gone
+        clear_store(self.store, self.config.guidance.url)  # records of processes that are gone
         self._send(Ready(self._publish(), self.totals))
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
@@ -140,8 +140,7 @@ class AsyncTrainingRun:
     def _forget(self, trajectories: list[Trajectory]) -> None:
         """Removes what no later step can use: these records, and shards of versions that are too old by now."""
         self.store.discard([h for t in trajectories for h in (t.guidance, t.probe) if h is not None])
-        if isinstance(self.store, ShardStore):
-            self.store.drop_below(self.trainer.version - self.config.run.max_lag)
+        self.store.drop_below(self.trainer.version - self.config.run.max_lag)
 
     def evaluate(self, tag: str) -> float | None:
         """Pass rate on held-out problems, by the rollout, under the weights it has when it is asked."""
@@ -158,8 +157,7 @@ class AsyncTrainingRun:
 
     def close(self) -> None:
         self.parts.close()
-        if isinstance(self.store, ShardStore):
-            self.store.close(timeout=2.0)
+        self.store.close(timeout=2.0)
 
 
 def _numbered(groups: list[Group]) -> list[Trajectory]:

@@ -163,7 +163,9 @@ class GuidanceStore(Protocol):
     """What the rollout writes to and the trainer reads from. ``get`` raises GuidanceError, never returns garbage.
 
     ``put`` returns None where the store had to drop the record: the trajectory goes on without guidance.
-    ``get`` reads all of a record, or some layers (by number) and rows [start, stop) of it.
+    ``get`` reads all of a record, or some layers (by number) and rows [start, stop) of it. ``flush`` and ``close`` wait
+    until what was put can be read, up to a time limit in seconds, and say whether it can. ``stats`` are counters of
+    this process, by metric name. ``drop_below`` removes what ran wholly under versions below one, ``clear`` everything.
     """
 
     def put(self, sample_id: str, record: TrajectoryGuidance) -> GuidanceHandle | None: ...
@@ -173,6 +175,16 @@ class GuidanceStore(Protocol):
     ) -> TrajectoryGuidance: ...
 
     def discard(self, handles: Sequence[GuidanceHandle]) -> None: ...
+
+    def flush(self, timeout: float | None = None) -> bool: ...
+
+    def close(self, timeout: float | None = 30.0) -> bool: ...
+
+    def stats(self) -> dict[str, float]: ...
+
+    def drop_below(self, version: int) -> int: ...
+
+    def clear(self) -> int: ...
 
     def __contains__(self, sample_id: str) -> bool: ...
 
@@ -206,6 +218,31 @@ class MemoryStore:
     def discard(self, handles: Sequence[GuidanceHandle]) -> None:
         for handle in handles:
             self._records.pop(handle.sample_id, None)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        return True
+
+    def close(self, timeout: float | None = 30.0) -> bool:
+        return True
+
+    def stats(self) -> dict[str, float]:
+        """None: nothing waits here, and nothing is dropped."""
+        return {}
+
+    def drop_below(self, version: int) -> int:
+        """How many records it removed."""
+        old = [
+            name for name, (record, _) in self._records.items() if max(record.versions.tolist(), default=-1) < version
+        ]
+        for name in old:
+            del self._records[name]
+        return len(old)
+
+    def clear(self) -> int:
+        """How many records it removed."""
+        removed = len(self._records)
+        self._records.clear()
+        return removed
 
     def __contains__(self, sample_id: str) -> bool:
         return sample_id in self._records

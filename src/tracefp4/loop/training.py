@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tracefp4.errors import TracefpError
 from tracefp4.files import replaced_dir, warn
-from tracefp4.guidance.disk import ShardStore, make_store
+from tracefp4.guidance.disk import make_store
 from tracefp4.guidance.store import GuidanceStore, MemoryStore
 from tracefp4.loop.config import RunConfig
 from tracefp4.loop.lag import PastWeights
@@ -89,7 +89,7 @@ class TrainingRun:
         self._totals_before = dict(self.totals)
         if resumed:
             self.publish()
-        clear_store(self.store)  # records of an earlier process, which this run makes again
+        clear_store(self.store, self.config.guidance.url)  # records of an earlier process, which this run makes again
 
     def step(self, index: int) -> tuple[dict[str, float], dict[str, float]]:
         """One RL step; returns (metrics, wall-clock figures)."""
@@ -134,7 +134,7 @@ class TrainingRun:
             "rollout_tokens_per_second": sum(t.num_sampled for t in trajectories) / rollout_s,
             "train_tokens_per_second": sum(t.num_sampled for t in trajectories if t.advantage) / train_s,
         }
-        figures = store_figures(self.store)
+        figures = self.store.stats()
         self.totals = {name: figures[name] + self._totals_before.get(name, 0.0) for name in STORE_TOTALS if figures}
         return metrics, timing | figures | self.totals
 
@@ -192,8 +192,7 @@ class TrainingRun:
     def close(self) -> None:
         """Ends what the task and the store keep running."""
         self.parts.close()
-        if isinstance(self.store, ShardStore):
-            self.store.close()
+        self.store.close()
 
 
 def save_policy(trainer: GRPOTrainer, tokenizer: Any, directory: Path, facts: dict[str, Any] | None) -> None:
@@ -258,18 +257,12 @@ def guidance_url(config: RunConfig) -> str:
     return url if url == "memory" else f"{url.rstrip('/')}/{config.method.name}-seed{config.run.seed}"
 
 
-def clear_store(store: GuidanceStore) -> None:
-    """Removes what is in a store on disk. A disk that refuses costs space, and is warned about."""
-    if isinstance(store, ShardStore):
-        try:
-            store.clear()
-        except OSError as error:
-            warn(f"guidance of an earlier process stays in {store.url}: {error}")
-
-
-def store_figures(store: GuidanceStore) -> dict[str, float]:
-    """Counters of a store on disk: what was written, what was dropped and why, what waits."""
-    return store.stats() if isinstance(store, ShardStore) else {}
+def clear_store(store: GuidanceStore, url: str) -> None:
+    """Removes what is in a store. A disk that refuses costs space, and is warned about."""
+    try:
+        store.clear()
+    except OSError as error:
+        warn(f"guidance of an earlier process stays in {url}: {error}")
 
 
 def prompt_metrics(encoded: Sequence[tuple[int, ...]], dropped: int, truncated: int) -> dict[str, float]:

@@ -21,7 +21,7 @@ from tracefp4.adapters.verl.sampling import RequestSeeds, to_sampling_params
 from tracefp4.adapters.verl.segments import make_note
 from tracefp4.adapters.verl.settings import KEY, read_settings
 from tracefp4.errors import TracefpError
-from tracefp4.guidance.disk import ShardStore, make_store
+from tracefp4.guidance.disk import make_store
 from tracefp4.nn.loading import checkpoint_folder, read_config
 from tracefp4.rollout.engine import RolloutConfig, RolloutEngine
 from tracefp4.types import Request, Trajectory
@@ -131,17 +131,15 @@ class RolloutServer:
                 f"both from the same {KEY}"
             )
         await asyncio.wrap_future(self.host.update_weights(stack_experts(arrived.items()), version))
-        if isinstance(self.store, ShardStore):
-            oldest = version - self.settings.guidance.max_version_diff
-            await asyncio.to_thread(self.store.drop_below, oldest)
+        oldest = version - self.settings.guidance.max_version_diff
+        await asyncio.to_thread(self.store.drop_below, oldest)
 
     async def sleep(self, *args: Any, **kwargs: Any) -> None:
         """Holds back new requests and waits for running ones. Weights and cache stay in memory."""
         self._awake.clear()
         while self.host.running:
             await asyncio.sleep(0.01)
-        if isinstance(self.store, ShardStore):
-            await asyncio.to_thread(self.store.flush, 60.0)
+        await asyncio.to_thread(self.store.flush, 60.0)
 
     async def wake_up(self, *args: Any, **kwargs: Any) -> None:
         self._awake.set()
