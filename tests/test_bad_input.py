@@ -542,6 +542,11 @@ def taken(at: Path) -> None:
     (at / "out/notes.txt").write_text("mine")
 
 
+def a_run(at: Path) -> None:
+    (at / "out").mkdir()
+    (at / "out/run.json").write_text("{}")
+
+
 OUTPUTS = [
     command("train r.toml --out r.toml", "the folder r.toml cannot be made: a file is in its place"),
     command("train r.toml --out r.toml/x", "the folder r.toml/x cannot be made: a file is in its place"),
@@ -565,6 +570,12 @@ OUTPUTS = [
         r"--out, or a new folder without --resume$",
         taken,
         "nothing to resume",
+    ),
+    command(
+        "train r.toml --out out --seeds 0,1 --resume",
+        "out is a run itself, and --seeds makes a folder a seed in it: choose another --out",
+        a_run,
+        "seeds within a run",
     ),
     command(
         "compare r.toml --modes bf16 --seeds 0 --out out",
@@ -642,7 +653,7 @@ def test_one_sentence_and_nothing_written(
     assert (
         not (here / "out").is_dir()
         or case.make is taken
-        or [*(here / "out").iterdir()] in ([], [here / "out/notes.txt"])
+        or [*(here / "out").iterdir()] in ([], [here / "out/notes.txt"], [here / "out/run.json"])
     )
 
 

@@ -97,6 +97,30 @@ def test_a_line_cut_short_by_the_kill_is_written_again(reference: Path, tmp_path
     assert (tmp_path / "metrics.jsonl").read_bytes() == (reference / "metrics.jsonl").read_bytes()
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "timing.jsonl"])
+def test_a_state_ahead_of_the_log_is_passed_over(
+    name: str, reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A machine that lost power may keep the state and not the end of the log: the state before it goes on."""
+    with pytest.raises(Stop):
+        run_training(config(), tmp_path, stop_after(3))
+    assert sorted(path.name for path in (tmp_path / "states").iterdir()) == ["step-00000002", "step-00000004"]
+    log = tmp_path / name
+    log.write_bytes(log.read_bytes()[:-9])
+    run_training(config(), tmp_path, resume=True)
+    assert f"step-00000004 is passed over: {log} lacks step 3" in capsys.readouterr().err
+    assert (tmp_path / "metrics.jsonl").read_bytes() == (reference / "metrics.jsonl").read_bytes()
+
+
+def test_saves_that_failed_are_told_again_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tracefp4.saves.free_bytes", lambda path: 0)
+    run_training(config(steps=2, state_every=1), tmp_path)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"2 saves of {tmp_path} failed, it has no state, so no steps can be added to it: is the disk full?" in last
+
+
 def test_a_run_can_be_lengthened(reference: Path, tmp_path: Path) -> None:
     run_training(config(steps=3), tmp_path)
     run_training(config(), tmp_path, resume=True)

@@ -133,6 +133,7 @@ def train(
         if any(text.partition("=")[0].strip() == SEED_KEY for text in settings):
             raise ConfigError(f"both --seeds and an override set {SEED_KEY}: leave one out")
         _refuse_pipe(recipe)
+        _refuse_run(out)
         planned = [
             (out / f"seed{seed}", _run_config(recipe, [*settings, f"{SEED_KEY}={seed}"])) for seed in parse_seeds(seeds)
         ]
@@ -400,6 +401,14 @@ def _refuse_pipe(recipe: str) -> None:
         raise ConfigError(f"{recipe} is no file: it is read anew for each run, so save the recipe to a file first")
 
 
+def _refuse_run(out: Path) -> None:
+    """A run's own folder is none for runs of several seeds: they would lie hidden in it."""
+    from tracefp4.report.logger import METRICS, RUN
+
+    if (out / RUN).is_file() or (out / METRICS).is_file():
+        raise ConfigError(f"{out} is a run itself, and --seeds makes a folder a seed in it: choose another --out")
+
+
 def _refuse_foreign_name(out: Path) -> None:
     """The libraries that write a checkpoint take UTF-8 names only, which would show at the end of a run."""
     try:
@@ -430,7 +439,7 @@ def _train_all(planned: list[tuple[Path, RunConfig]], overwrite: bool, resume: b
             kept = resume and (any(run_dir.glob(f"{STATES}/step-*")) or is_complete(run_dir, config.run.steps))
             if not kept:  # stopped before its first state: from the start
                 if resume:
-                    say(f"{run_dir}: no state to go on from, starts anew", sys.stderr)
+                    say(f"{run_dir}: no state to go on from, {_logged_steps(run_dir)} starts anew", sys.stderr)
                 create_run_dir(run_dir, overwrite=overwrite or resume)
         locks.enter_context(signals.stoppable())
         stopped = False
@@ -481,12 +490,21 @@ def _train_one(run_dir: Path, config: RunConfig, resume: bool) -> bool:
     return True
 
 
+def _logged_steps(run_dir: Path) -> str:
+    from tracefp4.report.logger import METRICS
+
+    with suppress(OSError):
+        if steps := (run_dir / METRICS).read_bytes().count(b"\n"):
+            return f"its {steps} logged steps are lost and it"
+    return "it"
+
+
 def _saved_steps(states: Path) -> str:
     from tracefp4.train.checkpoint import latest_facts
 
     facts = latest_facts(states)
     if facts is None:
-        return " before a state was written"
+        return " before a state was written (run.state_every)"
     return f" with {facts['step'] + bool(facts.get('pending'))} steps saved"
 
 

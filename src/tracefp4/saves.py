@@ -143,6 +143,15 @@ class Saves:
         except (OSError, ValueError):
             return None
 
+    def sum_up(self) -> None:
+        """At the end of a run: says again what was not saved, since the first warning is hours old by now."""
+        if self.failed:
+            states = sorted((self.run_dir / STATES).glob("step-*"))
+            left = f"its last state is {states[-1]}" if states else "it has no state, so no steps can be added to it"
+            sentence = f"{self.failed} saves of {self.run_dir} failed, {left}: is the disk full?"
+            warn(sentence)
+            self._tell(sentence)
+
     def _attempt(self, what: str, name: str, need: int, write: Callable[[], object]) -> bool:
         try:
             if (free := free_bytes(self.run_dir)) < need:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tracefp4.bench.rollout import UniformModel, main, part_of
 from tracefp4.bench.rollout_table import Row, ratios, table
@@ -130,4 +131,22 @@ def test_numbers_that_mean_nothing_are_refused(
     with pytest.raises(SystemExit) as ended:
         main([*SMALL, *arguments])
     assert ended.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--contexts", "40,abc"], "--contexts takes numbers of tokens joined by commas, not '40,abc'"),
+        (["--contexts", "0"], "--contexts takes numbers of tokens"),
+        (["--device", "cuda"], "--device cuda: torch finds no GPU here; with --device cpu the references are timed"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*SMALL, *arguments])
+    assert caught.value.code == 2
     assert sentence in capsys.readouterr().err

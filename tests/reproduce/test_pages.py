@@ -64,6 +64,10 @@ def test_figures_of_the_first_steps(made_up: MakeUp, capsys: pytest.CaptureFixtu
     assert f"written in {plan.out}: first-8-steps.md" in capsys.readouterr().out
     assert "| qat | 8 |" in (plan.out / "first-8-steps.md").read_text()
     assert not (plan.out / "results.md").exists()
+    with pytest.raises(SystemExit) as exit:
+        main(["reproduce", "table", str(plan.out), "--until", "99"])
+    assert exit.value.code == 2
+    assert f"no run in {plan.out} has come to step 99: the furthest has 20 steps" in capsys.readouterr().err
 
 
 def test_an_unstable_control_invalidates_the_table(made_up: MakeUp) -> None:

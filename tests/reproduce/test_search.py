@@ -123,3 +123,7 @@ def test_a_line_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         main([*words, "--max-minutes", "0"])  # the table alone
     assert caught.value.code == 0
     assert capsys.readouterr().out.splitlines() == [headings, good, bad]
+    with pytest.raises(SystemExit) as caught:
+        main(["reproduce", "table", str(out)])
+    assert caught.value.code == 2
+    assert f"{out} is a search: its command with --max-minutes 0 prints its table again" in capsys.readouterr().err

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tracefp4.errors import TracefpError
+from tracefp4.report.logger import RunFolderError
 from tracefp4.train import checkpoint
 from tracefp4.train.checkpoint import check_config, load_latest, save_state
 
@@ -81,3 +84,31 @@ def test_check_config() -> None:
     check_config(a, {"train": {"lr": 1e-4}, "run": {"steps": 9, "seed": 0}}, frozenset({"run.steps"}))
     with pytest.raises(TracefpError, match=r"train.lr = 0.0001, the recipe now says 0.001: set it back"):
         check_config(a, {"train": {"lr": 1e-3}, "run": {"steps": 5, "seed": 0}}, frozenset({"run.steps"}))
+
+
+def test_a_run_that_went_back_drops_the_states_ahead_of_it(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        save_state(tmp_path, step, tensors(step), {}, keep=3)
+    save_state(tmp_path, 3, tensors(3), {}, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+
+
+def test_a_state_that_does_not_pass_gives_way_to_an_older_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (2, 4, 6):
+        save_state(tmp_path, step, tensors(step), {}, keep=3)
+
+    def check(most: int) -> Callable[[dict[str, Any]], None]:
+        def passes(facts: dict[str, Any]) -> None:
+            if facts["step"] > most:
+                raise RunFolderError(f"the log ends before step {facts['step']}")
+
+        return passes
+
+    loaded = load_latest(tmp_path, (), check(3))
+    assert loaded is not None
+    assert loaded[1]["step"] == 2
+    assert "step-00000006 is passed over: the log ends before step 6" in capsys.readouterr().err
+    with pytest.raises(RunFolderError, match="the log ends before step 6"):
+        load_latest(tmp_path, (), check(0))

@@ -136,7 +136,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         sizes.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args(arguments)
     args.forms = args.forms.split(",")
+    if not all(c.isascii() and c.isdigit() and int(c) > 0 for c in args.contexts.split(",")):
+        parser.error(f"--contexts takes numbers of tokens joined by commas, not {args.contexts!r}")
     args.contexts = [int(c) for c in args.contexts.split(",")]
+    if args.device != "cpu" and not torch.cuda.is_available():
+        parser.error(f"--device {args.device}: torch finds no GPU here; with --device cpu the references are timed")
     if unknown := [f for f in args.forms if f not in FORMS]:
         parser.error(f"--forms takes {', '.join(FORMS)}, not {unknown[0]}")
     if not 0 <= args.steps_per_sync <= MOST_STEPS:

@@ -24,7 +24,18 @@ from tracefp4.loop.training import TrainingRun, response_samples
 from tracefp4.methods import get_method
 from tracefp4.report import RunLogger, StepLog, progress, read_jsonl, write_json_atomic
 from tracefp4.report.events import lines_before
-from tracefp4.report.logger import CONFIG, EVENTS, FINAL, METRICS, RUN, SAMPLES, TIMING, check_own, steps_before
+from tracefp4.report.logger import (
+    CONFIG,
+    EVENTS,
+    FINAL,
+    METRICS,
+    RUN,
+    SAMPLES,
+    TIMING,
+    RunFolderError,
+    check_own,
+    steps_before,
+)
 from tracefp4.report.notify import Notifier, for_run
 from tracefp4.report.provenance import append_resume, checkpoint_fingerprint, provenance
 from tracefp4.saves import CHECKPOINT, STATES, Position, Saves, check_guidance_space, check_space, space_missing
@@ -253,6 +264,7 @@ def _drive(
         watch = _train(run, run_dir, at, saves, on_step, notifier)
         run.save(run_dir / CHECKPOINT)
         end = run.evaluate("end") if watch.stopped is None else None
+        saves.sum_up()
     except Stopped as stop:
         if not stop.at_once and config.run.state_every and at.trained > at.saved:
             saves.state(lambda: _save_state(run, run_dir, at))
@@ -359,8 +371,17 @@ def _save_state(run: Steps, run_dir: Path, at: Position) -> None:
 
 
 def _resume(run: Steps, run_dir: Path) -> Position:
-    """Loads the newest state, if there is one. Writes nothing; raises TracefpError where the run cannot go on."""
-    loaded = load_latest(run_dir / STATES, STATE_FACTS)
+    """Loads the newest state whose steps are all logged, if there is a state. Writes nothing; raises TracefpError where
+    the run cannot go on."""
+
+    def logged(facts: dict[str, Any]) -> None:
+        for name in (METRICS, TIMING):
+            steps_before(run_dir / name, facts["step"])
+
+    try:
+        loaded = load_latest(run_dir / STATES, STATE_FACTS, logged)
+    except RunFolderError as error:
+        raise RunFolderError(f"{error}, nor from an earlier one: start it anew") from None
     if loaded is None:
         if any(run_dir.glob(f"{STATES}/step-*")):
             raise _no_whole_state(run_dir)
@@ -372,8 +393,6 @@ def _resume(run: Steps, run_dir: Path) -> Position:
             f"{run_dir} was written under the recipe hash {facts['recipe_hash']}, the same settings now mean "
             f"{run.parts.recipe.hash}: go on with the version that its run.json names, or train into another folder"
         )
-    for name in (METRICS, TIMING):
-        steps_before(run_dir / name, facts["step"])
     for name in (EVENTS, SAMPLES):
         lines_before(run_dir, facts["step"], name)
     if (run_dir / RUN).is_file():

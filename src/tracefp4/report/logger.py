@@ -259,7 +259,7 @@ def steps_before(path: Path, step: int) -> list[str]:
     try:
         data = path.read_bytes() if path.exists() else b""
     except OSError as error:
-        raise RunFolderError(f"{path} cannot be read ({error.strerror}): start the run anew") from None
+        raise RunFolderError(f"{path} cannot be read ({error.strerror}), so the run cannot go on") from None
     for raw in data.split(b"\n")[:-1][:step]:
         try:
             if json.loads(raw)["step"] != len(lines):
@@ -268,7 +268,7 @@ def steps_before(path: Path, step: int) -> list[str]:
         except (ValueError, KeyError, TypeError, RecursionError):
             break
     if len(lines) < step:
-        raise RunFolderError(f"{path} lacks step {len(lines)}, so the run cannot go on from step {step}: start it anew")
+        raise RunFolderError(f"{path} lacks step {len(lines)}, so the run cannot go on from step {step}")
     return lines
 
 

@@ -180,10 +180,14 @@ def table(
     from tracefp4.reproduce.page import write_first_steps, write_results
     from tracefp4.reproduce.plan import read_plan
     from tracefp4.reproduce.results import gather
+    from tracefp4.reproduce.runner import steps_done
 
     plan = _stored(folder)
     with folder_lock(folder):
         results = gather(plan, until)
+        if until is not None and not any(arm["done"] for t in results["tables"].values() for arm in t["arms"].values()):
+            furthest = max(steps_done(spec) for spec in plan.specs)
+            raise ConfigError(f"no run in {folder} has come to step {until}: the furthest has {furthest} steps")
         facts = read_plan(folder)
         written = write_results(plan, facts, results) if until is None else [write_first_steps(plan, facts, results)]
     _print(results)
@@ -313,8 +317,11 @@ def _print(results: dict[str, Any]) -> None:
 
 def _stored(folder: Path) -> Plan:
     from tracefp4.reproduce.plan import make_plan, read_plan, stored_request
+    from tracefp4.reproduce.search import SEARCH
 
     facts = read_plan(folder)
+    if not facts and (folder / SEARCH).is_file():
+        raise ConfigError(f"{folder} is a search: its command with --max-minutes 0 prints its table again")
     if not facts:
         raise ConfigError(f"{folder} holds no reproduction: it has no plan.json")
     return make_plan(stored_request(facts), folder, to_run=False)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,15 @@ from torch import Tensor
 
 from tracefp4.errors import TracefpError
 from tracefp4.files import replaced_dir, storage_errors, warn
+from tracefp4.report.logger import RunFolderError
 
 TENSORS, FACTS = "state.safetensors", "state.json"
 
 
 def save_state(states_dir: Path, step: int, tensors: dict[str, Tensor], facts: dict[str, Any], keep: int) -> Path:
-    """Writes the state after ``step`` finished steps and drops all but the ``keep`` newest.
+    """Writes the state after ``step`` finished steps and drops all but the ``keep`` newest of this and earlier steps.
 
+    Those of later steps go too: the run has gone back behind them, and takes these steps again.
     facts: plain JSON values. Raises StorageError naming the folder where it cannot be written; what was there stays.
     """
     target = states_dir / f"step-{step:08d}"
@@ -40,24 +42,36 @@ def save_state(states_dir: Path, step: int, tensors: dict[str, Tensor], facts: d
             save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, staging / TENSORS)
             text = json.dumps({**facts, "step": step, "sha256": _sha256(staging / TENSORS)}, sort_keys=True)
             (staging / FACTS).write_text(text, encoding="utf-8")
-        for old in _states(states_dir)[keep:]:
-            shutil.rmtree(old)
+        states = _states(states_dir)
+        at = states.index(target)
+        for other in states[:at] + states[at + keep :]:
+            shutil.rmtree(other)
     return target
 
 
-def load_latest(states_dir: Path, required: Sequence[str] = ()) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """(tensors, facts) of the newest whole state, or None where there is none. Warns of each damaged one.
+def load_latest(
+    states_dir: Path, required: Sequence[str] = (), check: Callable[[dict[str, Any]], None] = lambda _: None
+) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """(tensors, facts) of the newest whole state that passes, or None where there is no whole one. Warns of the others.
 
-    required: facts without which a state counts as damaged.
+    required: facts without which a state counts as damaged. check: raises RunFolderError for a state that cannot be
+    gone on from; what it says of the newest such state is raised where no older one passes.
     """
+    refused: RunFolderError | None = None
     for directory in _states(states_dir):
         try:
             facts = _read_facts(directory, required)
+            check(facts)
             if _sha256(directory / TENSORS) != facts["sha256"]:
                 raise ValueError("its tensors do not match their hash")
             return load_file(directory / TENSORS), facts
+        except RunFolderError as error:
+            warn(f"{directory} is passed over: {error}")
+            refused = refused or error
         except (OSError, ValueError, SafetensorError) as error:
             warn(f"{directory} is damaged and passed over: {error}")
+    if refused is not None:
+        raise refused
     return None
 
 
