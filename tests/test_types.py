@@ -4,9 +4,11 @@ import math
 from dataclasses import FrozenInstanceError
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from tracefp4.errors import TracefpError
 from tracefp4.types import SamplingParams, TrainBatch, Trajectory
 
 
@@ -78,3 +80,30 @@ def test_sampling_params_bounds_are_allowed_and_frozen() -> None:
     params = SamplingParams(temperature=0.0, top_p=1.0, max_new_tokens=1)
     with pytest.raises(FrozenInstanceError):
         params.temperature = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ({"temperature": math.inf}, "temperature must be >= 0, a finite number, got inf"),
+        ({"temperature": math.nan}, "temperature must be >= 0"),
+        ({"temperature": "1"}, "temperature must be >= 0, a finite number, got '1'"),
+        ({"top_p": None}, r"top_p must be in \(0, 1\], got None"),
+        ({"top_p": True}, r"top_p must be in \(0, 1\], got True"),
+        ({"top_p": 90}, r"top_p must be in \(0, 1\], got 90"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens must be >= 1, a whole number, got 2.5"),
+        ({"top_logprobs": True}, "top_logprobs must be >= 0, a whole number, got True"),
+        ({"seed": 1.5}, r"seed must be in \[0, 2\*\*63\), a whole number, got 1.5"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a tuple of token ids, got 5"),
+        ({"stop_token_ids": "</s>"}, "stop_token_ids must be a tuple of token ids, got '</s>'"),
+        ({"stop_token_ids": (2, "x")}, "stop_token_ids must be a tuple of token ids"),
+    ],
+)
+def test_what_nothing_can_be_sampled_by(setting: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(TracefpError, match=f"^{sentence}"):
+        SamplingParams(**setting)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    given = SamplingParams(np.float32(0.5), np.float64(0.9), np.int64(3), (np.int32(2),), np.int64(7))
+    assert (given.temperature, given.top_p, given.max_new_tokens, given.seed) == (0.5, 0.9, 3, 7)

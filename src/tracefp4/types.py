@@ -16,26 +16,34 @@ Example, prompt ``[5, 7]`` and response ``[9, 2]`` (2 is EOS)::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from numbers import Integral, Real
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from tracefp4.device import to_device
+from tracefp4.errors import TracefpError
 
 SITES = ("expert_input", "key", "value")
 """Recorded sites: the input of the routed experts, or of a dense model's MLP (once per token and layer, before
 dispatch), K after RoPE and V, each one row per token and layer."""
 
 
+class SamplingError(TracefpError, ValueError):
+    """A setting of SamplingParams that nothing can be sampled by."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled.
+    """How one request is sampled. Raises SamplingError for a value that is out of range or of another type.
 
-    temperature: float >= 0; 0 is greedy. top_p: in (0, 1]; 1 keeps the whole distribution.
+    temperature: float >= 0; 0 is greedy. top_p: in (0, 1]; 1 keeps the whole distribution. A token's log-prob is that
+    of the distribution before top-p, so what was cut is no behavior policy to train on.
     max_new_tokens: >= 1, response tokens, an environment's answers among them. stop_token_ids: sampling one of them
     ends the turn (it is kept as its last token). seed: makes the tokens of this request a function of (weights,
     prompt, seed) alone, whatever else runs in the batch. top_logprobs: how many of the likeliest tokens' log-probs are
@@ -50,16 +58,26 @@ class SamplingParams:
     top_logprobs: int = 0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature must be >= 0, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed must be in [0, 2**63), got {self.seed}")
-        if self.top_logprobs < 0:
-            raise ValueError(f"top_logprobs must be >= 0, got {self.top_logprobs}")
+        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
+            raise SamplingError(f"temperature must be >= 0, a finite number, got {self.temperature!r}")
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise SamplingError(f"top_p must be in (0, 1], got {self.top_p!r}")
+        for name, least in (("max_new_tokens", 1), ("top_logprobs", 0)):
+            if not _is_whole(value := getattr(self, name)) or value < least:
+                raise SamplingError(f"{name} must be >= {least}, a whole number, got {value!r}")
+        if not _is_whole(self.seed) or not 0 <= self.seed < 2**63:
+            raise SamplingError(f"seed must be in [0, 2**63), a whole number, got {self.seed!r}")
+        ids = self.stop_token_ids
+        if isinstance(ids, str | bytes) or not isinstance(ids, Collection) or not all(map(_is_whole, ids)):
+            raise SamplingError(f"stop_token_ids must be a tuple of token ids, got {ids!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
