@@ -150,8 +150,9 @@ def test_a_state_that_cannot_be_written_is_a_warning(
     assert error.count("warning: a state was not saved, the run goes on and tries again") == 1
     told = [json.loads(line) for line in (tmp_path / "told").read_text().splitlines()]
     saves = [message for message in told if "event" not in message]  # the watchdogs speak too
-    assert sorted(message["kind"] for message in saves) == ["done", "warning"]
+    assert sorted(message["kind"] for message in saves) == ["done", "warning", "warning"]
     assert sum(message["message"].startswith("a state was not saved") for message in saves) == 1
+    assert sum(message["message"].startswith("3 saves of") for message in saves) == 1  # at the end, once more
     assert os.strerror(number) in error
     assert_untroubled(out, whole)
     timing = [json.loads(line)["failed_saves"] for line in (out / "timing.jsonl").read_text().splitlines()]

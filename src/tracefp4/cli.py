@@ -504,7 +504,7 @@ def _saved_steps(states: Path) -> str:
 
     facts = latest_facts(states)
     if facts is None:
-        return " before a state was written (run.state_every)"
+        return " before a state was written"
     return f" with {facts['step'] + bool(facts.get('pending'))} steps saved"
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tracefp4.errors import TracefpError
-from tracefp4.report.logger import RunFolderError
+from tracefp4.files import StorageError
 from tracefp4.train import checkpoint
 from tracefp4.train.checkpoint import check_config, load_latest, save_state
 
@@ -102,7 +102,7 @@ def test_a_state_that_does_not_pass_gives_way_to_an_older_one(
     def check(most: int) -> Callable[[dict[str, Any]], None]:
         def passes(facts: dict[str, Any]) -> None:
             if facts["step"] > most:
-                raise RunFolderError(f"the log ends before step {facts['step']}")
+                raise StorageError(f"the log ends before step {facts['step']}")
 
         return passes
 
@@ -110,5 +110,5 @@ def test_a_state_that_does_not_pass_gives_way_to_an_older_one(
     assert loaded is not None
     assert loaded[1]["step"] == 2
     assert "step-00000006 is passed over: the log ends before step 6" in capsys.readouterr().err
-    with pytest.raises(RunFolderError, match="the log ends before step 6"):
+    with pytest.raises(StorageError, match="the log ends before step 6"):
         load_latest(tmp_path, (), check(0))

@@ -21,8 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tracefp4.errors import TracefpError
-from tracefp4.files import replaced_dir, storage_errors, warn
-from tracefp4.report.logger import RunFolderError
+from tracefp4.files import StorageError, replaced_dir, storage_errors, warn
 
 TENSORS, FACTS = "state.safetensors", "state.json"
 
@@ -54,10 +53,10 @@ def load_latest(
 ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """(tensors, facts) of the newest whole state that passes, or None where there is no whole one. Warns of the others.
 
-    required: facts without which a state counts as damaged. check: raises RunFolderError for a state that cannot be
+    required: facts without which a state counts as damaged. check: raises StorageError for a state that cannot be
     gone on from; what it says of the newest such state is raised where no older one passes.
     """
-    refused: RunFolderError | None = None
+    refused: StorageError | None = None
     for directory in _states(states_dir):
         try:
             facts = _read_facts(directory, required)
@@ -65,7 +64,7 @@ def load_latest(
             if _sha256(directory / TENSORS) != facts["sha256"]:
                 raise ValueError("its tensors do not match their hash")
             return load_file(directory / TENSORS), facts
-        except RunFolderError as error:
+        except StorageError as error:
             warn(f"{directory} is passed over: {error}")
             refused = refused or error
         except (OSError, ValueError, SafetensorError) as error:
