@@ -121,6 +121,7 @@ def train(
 ) -> None:
     """Train one method as the recipe says."""
     from tracefp4.compare import SEED_KEY
+    from tracefp4.report.logger import check_not_a_run
 
     if end_with_stdin:
         signals.end_with_stdin()
@@ -133,7 +134,7 @@ def train(
         if any(text.partition("=")[0].strip() == SEED_KEY for text in settings):
             raise ConfigError(f"both --seeds and an override set {SEED_KEY}: leave one out")
         _refuse_pipe(recipe)
-        _refuse_run(out)
+        check_not_a_run(out)
         planned = [
             (out / f"seed{seed}", _run_config(recipe, [*settings, f"{SEED_KEY}={seed}"])) for seed in parse_seeds(seeds)
         ]
@@ -401,14 +402,6 @@ def _refuse_pipe(recipe: str) -> None:
         raise ConfigError(f"{recipe} is no file: it is read anew for each run, so save the recipe to a file first")
 
 
-def _refuse_run(out: Path) -> None:
-    """A run's own folder is none for runs of several seeds: they would lie hidden in it."""
-    from tracefp4.report.logger import METRICS, RUN
-
-    if (out / RUN).is_file() or (out / METRICS).is_file():
-        raise ConfigError(f"{out} is a run itself, and --seeds makes a folder a seed in it: choose another --out")
-
-
 def _refuse_foreign_name(out: Path) -> None:
     """The libraries that write a checkpoint take UTF-8 names only, which would show at the end of a run."""
     try:
@@ -428,7 +421,7 @@ def _check_start(planned: list[tuple[RunConfig, Path]], resume: bool) -> None:
 def _train_all(planned: list[tuple[Path, RunConfig]], overwrite: bool, resume: bool, again: list[str]) -> None:
     """Runs one after another; every folder is checked, locked and made before the first run starts."""
     from tracefp4.report import create_run_dir, ensure_dir
-    from tracefp4.report.logger import is_complete
+    from tracefp4.report.logger import is_complete, logged_steps
     from tracefp4.saves import STATES
 
     _check_start([(config, run_dir) for run_dir, config in planned], resume)
@@ -439,7 +432,9 @@ def _train_all(planned: list[tuple[Path, RunConfig]], overwrite: bool, resume: b
             kept = resume and (any(run_dir.glob(f"{STATES}/step-*")) or is_complete(run_dir, config.run.steps))
             if not kept:  # stopped before its first state: from the start
                 if resume:
-                    say(f"{run_dir}: no state to go on from, {_logged_steps(run_dir)} starts anew", sys.stderr)
+                    steps = logged_steps(run_dir)
+                    lost = f"its {steps} logged steps are lost and it" if steps else "it"
+                    say(f"{run_dir}: no state to go on from, {lost} starts anew", sys.stderr)
                 create_run_dir(run_dir, overwrite=overwrite or resume)
         locks.enter_context(signals.stoppable())
         stopped = False
@@ -488,15 +483,6 @@ def _train_one(run_dir: Path, config: RunConfig, resume: bool) -> bool:
     rates = "" if start is None or end is None else f", held-out pass rate {start:.3f} -> {end:.3f}"
     say(f"{run_dir}: done in {time.monotonic() - started:.1f} s{rates}")
     return True
-
-
-def _logged_steps(run_dir: Path) -> str:
-    from tracefp4.report.logger import METRICS
-
-    with suppress(OSError):
-        if steps := (run_dir / METRICS).read_bytes().count(b"\n"):
-            return f"its {steps} logged steps are lost and it"
-    return "it"
 
 
 def _saved_steps(states: Path) -> str:

@@ -84,6 +84,12 @@ def check_own(path: str | Path) -> None:
     )
 
 
+def check_not_a_run(out: Path) -> None:
+    """Raises RunFolderError for a run's own folder, in which the runs of several seeds would lie hidden."""
+    if (out / RUN).is_file() or (out / METRICS).is_file():
+        raise RunFolderError(f"{out} is a run itself, and --seeds makes a folder a seed in it: choose another --out")
+
+
 def files_present(path: Path, facts: str, what: str, *, keep: bool) -> set[str]:
     """Names in the folder of an evaluation or a check, which holds the file ``facts``; the lock is not counted.
 
@@ -225,6 +231,14 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     """All lines of a metrics or timing file, in order."""
     with open(path, encoding="utf-8") as file:
         return [json.loads(line) for line in file]
+
+
+def logged_steps(run_dir: Path) -> int:
+    """Lines in a run's metrics.jsonl; 0 where there is none."""
+    try:
+        return (run_dir / METRICS).read_bytes().count(b"\n")
+    except OSError:
+        return 0
 
 
 def is_complete(run_dir: Path, steps: int | None) -> bool:

@@ -21,7 +21,7 @@ from tracefp4.errors import TracefpError
 from tracefp4.evaluate import EVAL, answered
 from tracefp4.files import append_text
 from tracefp4.report import ensure_dir, write_json_atomic
-from tracefp4.report.logger import METRICS, TIMING
+from tracefp4.report.logger import TIMING, logged_steps
 from tracefp4.report.provenance import usable_cores
 from tracefp4.reproduce.places import Hold, Place, Places
 from tracefp4.reproduce.plan import Plan, Spec, scores_of, write_scores
@@ -415,10 +415,7 @@ def _evaluation_seconds(spec: Spec, plan: Plan) -> float:
 
 def steps_done(spec: Spec) -> int:
     """Lines in a run's metrics.jsonl."""
-    try:
-        return (spec.run_dir / METRICS).read_bytes().count(b"\n")
-    except OSError:
-        return 0
+    return logged_steps(spec.run_dir)
 
 
 def timings(run_dir: Path) -> list[dict[str, float]]:
