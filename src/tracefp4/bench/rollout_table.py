@@ -12,7 +12,7 @@ from tracefp4.bench.clocks import Clocks
 class Row:
     """One form at one context. bytes_step: fewest bytes of a step (weights of the chosen experts, context, head);
     bound_ms: at the measured copy bandwidth; of_bound: bound over median; parts: share of the device's time; checked:
-    how far logits are from those of the kernels' references; clocks: see `bench.clocks`, of the timed steps."""
+    how far logits are from those of the kernels' references; clocks: in timed and warm-up steps."""
 
     form: str
     context: int
