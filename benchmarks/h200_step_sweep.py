@@ -17,7 +17,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -29,34 +29,39 @@ from tracefp4.bench.registry import environment
 from tracefp4.bench.rollout_table import Row
 from tracefp4.kernels.grouped_experts import triton as experts
 from tracefp4.kernels.paged_attention import triton as attention
+from tracefp4.kernels.triton_math import use_dependent_launch
 
 FORM = "fp4-recorded"
-Changes = tuple[dict[str, Any], dict[str, Any]]
-"""What a candidate changes in the default settings of attention and of the experts."""
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What a candidate changes in the default settings of attention and of the experts; pdl: dependent launch."""
+
+    attention: dict[str, Any] = field(default_factory=dict)
+    experts: dict[str, Any] = field(default_factory=dict)
+    pdl: bool = False
 
 
 def candidates(sms: int) -> dict[str, Changes]:
     """By name; the first is the default as it is."""
-    of_attention: dict[str, dict[str, Any]] = {
-        "lazy": {"lazy": True},
-        "lazy, fused": {"lazy": True, "fused": True},
-        "11 programs": {"programs": 11 * sms},
-        "10 programs": {"programs": 10 * sms},
-        "8 programs": {"programs": 8 * sms, "registers": None},
-        "16 programs, 128 registers, lazy": {"programs": 16 * sms, "registers": 128, "lazy": True},
-        "a context a program, 16 programs": {"programs": 16 * sms, "registers": 128, "lazy": True, "even": False},
-        "three stages, lazy": {"num_stages": 3, "lazy": True},
+    four = {"programs": 16 * sms, "registers": 128, "lazy": True}
+    wide = {"outputs": 128, "down": 256, "num_stages": 3, "registers": None}
+    return {
+        "default": Changes(),
+        "dependent launch": Changes(pdl=True),
+        "lazy": Changes({"lazy": True}),
+        "16 programs, 128 registers, lazy": Changes(four),
+        "a context a program, 16 programs": Changes(four | {"even": False}),
+        "experts: 128 outputs": Changes(experts=wide),
+        "lazy, fused, dependent launch": Changes({"lazy": True, "fused": True}, pdl=True),
+        "experts: four programs": Changes(experts={"num_stages": 3, "registers": 128, "parts": 4}),
+        "experts: whole tiles, three stages": Changes(experts={"num_stages": 3, "parts": 1}),
+        "11 programs": Changes({"programs": 11 * sms}),
+        "8 programs": Changes({"programs": 8 * sms, "registers": None}),
+        "three stages, lazy": Changes({"num_stages": 3, "lazy": True}),
+        "experts: two programs": Changes(experts={"registers": None}),
     }
-    of_experts: dict[str, dict[str, Any]] = {
-        "experts: three stages": {"num_stages": 3},
-        "experts: two programs": {"registers": None},
-        "experts: tiles in four parts": {"parts": 4},
-        "experts: whole tiles": {"parts": 1},
-    }
-    found: dict[str, Changes] = {"default": ({}, {})}
-    found |= {name: (changes, {}) for name, changes in of_attention.items()}
-    found |= {name: ({}, changes) for name, changes in of_experts.items()}
-    return found
 
 
 def changed(default: Callable[..., Any], changes: dict[str, Any]) -> Callable[..., Any]:
@@ -66,8 +71,10 @@ def changed(default: Callable[..., Any], changes: dict[str, Any]) -> Callable[..
 def time_steps(model: rollout.UniformModel, changes: Changes, args: argparse.Namespace, copy: float) -> Row:
     row = Row(FORM, args.contexts[0])
     with ExitStack() as stack:
-        for module, change in zip((attention, experts), changes, strict=True):
+        for module, change in ((attention, changes.attention), (experts, changes.experts)):
             stack.enter_context(patch.object(module, "default_config", changed(module.default_config, change)))
+        use_dependent_launch(changes.pdl)
+        stack.callback(use_dependent_launch, False)
         rollout.run_row(row, model, args, copy)
     return row
 
@@ -106,7 +113,7 @@ def main() -> int:
             row = time_steps(model, every[name], args, copy)
             default = row if name == "default" else default
             print(line(name, row, default), flush=True)
-            found.append({"pass": number, "candidate": name, "changes": every[name], **asdict(row)})
+            found.append({"pass": number, "candidate": name, "changes": asdict(every[name]), **asdict(row)})
             (own.out / "steps.json").write_text(json.dumps({**document, "rows": found}, indent=1) + "\n")
     return int(any(row["error"] for row in found))
 

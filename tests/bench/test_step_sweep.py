@@ -23,7 +23,9 @@ def test_every_candidate_is_a_setting_of_its_own(script: ModuleType) -> None:
     assert next(iter(every)) == "default"
     attention = script.attention.AttentionConfig(64, 1, 2, programs=12 * 132, even=True, registers=168)
     experts = script.experts.ExpertsConfig(64, 48, 4, 4, down=128, registers=168)
-    settings = {name: (replace(attention, **a), replace(experts, **e)) for name, (a, e) in every.items()}
+    settings = {
+        name: (replace(attention, **c.attention), replace(experts, **c.experts), c.pdl) for name, c in every.items()
+    }
     assert len(set(settings.values())) == len(every)
 
 
@@ -57,7 +59,7 @@ def test_a_candidate_is_the_setting_while_its_steps_run(script: ModuleType, monk
     for module in (script.attention, script.experts):
         monkeypatch.setattr(module, "INTERPRETED", True)  # settings of a CPU, which has no multiprocessors
     monkeypatch.setattr(rollout, "measure", watched)
-    row = script.time_steps(model, ({"lazy": True}, {"parts": 4}), args, 1e9)
+    row = script.time_steps(model, script.Changes({"lazy": True}, {"parts": 4}), args, 1e9)
     assert row.error is None
     assert (seen[0][0].lazy, seen[0][1].parts) == (True, 4)
     assert (script.attention.default_config, script.experts.default_config) == defaults
