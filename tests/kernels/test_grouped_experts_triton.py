@@ -1,6 +1,5 @@
 """Routed experts in Triton against the torch reference; under the interpreter unless there is a GPU."""
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -118,20 +117,6 @@ def strips_against_pieces(
         unroll=max(1, parts // 2),
     )
     want, got = (kernel.routed_experts(*operands, activations, scale, c) for c in (plain, cut))
-    assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize(("rows", "chain", "chain_down"), [(16, 2, 2), (24, 4, 1), (16, 3, 8)])
-def test_strips_in_chains(rows: int, chain: int, chain_down: int) -> None:
-    """Four columns of 32 features, eight of the second product, of two tiles each: by twos, all in one, and a number
-    that does not divide them."""
-    from tracefp4.kernels.grouped_experts import triton as kernel
-
-    args = on(DEVICE, problem(18, 3, 2, 256, 128, True))
-    operands = [args[k] for k in ("x", "experts_NK", "gates_NK", "gate_up", "down")]
-    one = kernel.ExpertsConfig(32, rows, 4, 2, 64, DEVICE == "cuda", down=32, strips=True, tails=1)
-    chained = dataclasses.replace(one, chain=chain, chain_down=chain_down)
-    want, got = (kernel.routed_experts(*operands, "nvfp4", "row", c) for c in (one, chained))
     assert torch.equal(got, want)
 
 

@@ -351,8 +351,6 @@ class ExpertsConfig:
     registers: int | None = None
     parts: int = 2
     unroll: int = 1
-    chain: int = 1
-    chain_down: int = 1
 
 
 def default_config(fp4: bool, rows_per_expert: float) -> ExpertsConfig:
@@ -514,10 +512,7 @@ def products(
     if config.registers is not None:
         launch["maxnreg"] = config.registers
     columns = triton.cdiv(width, outputs)
-    chain = config.chain if gated else config.chain_down
-    if not isinstance(weights, PackedExperts) or not config.strips or columns % chain or width % outputs:
-        chain = 1
-    grid = (GROUP.value * (columns // chain), triton.cdiv(routing.blocks, GROUP.value))
+    grid = (GROUP.value * columns, triton.cdiv(routing.blocks, GROUP.value))
     blocks = routing.order, routing.table, routing.blocks
     if isinstance(weights, Tensor):
         BI = min(config.dense_inner, triton.next_power_of_2(I))
@@ -527,7 +522,7 @@ def products(
         return out
     operands = (rows, factor, weights.words, weights.scales.view(torch.int16), weights.epilogue, out)
     if config.strips:
-        parts = {"TAILS": config.tails, "PARTS": config.parts, "UNROLL": config.unroll, "CHAIN": chain}
+        parts = {"TAILS": config.tails, "PARTS": config.parts, "UNROLL": config.unroll}
         kernel = products_fp4[grid](*operands, *blocks, ASM=config.asm, **parts, **common, **launch)
     else:
         kernel = _products_fp4[(routing.blocks, columns)](

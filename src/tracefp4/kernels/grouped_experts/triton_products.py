@@ -94,11 +94,9 @@ def _finish_fp4(
 def _strip_fp4(
     x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
     K: tl.constexpr, I: tl.constexpr, O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
-    MORE: tl.constexpr, ASM: tl.constexpr, PARTS: tl.constexpr, UNROLL: tl.constexpr, CHAIN: tl.constexpr,
+    MORE: tl.constexpr, ASM: tl.constexpr, PARTS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """CHAIN strips, side by side, from `column` on, one behind the other: the next one's loads are under way when a strip ends.
-
-    R rows, and MORE behind them, which share what is unpacked; MORE 0: none.
+    """R rows, and MORE behind them, which share what is unpacked; MORE 0: none.
 
     GATED: BO rows of gate above BO of up are one operand; a thread holds the sums of both.
     """
@@ -111,27 +109,24 @@ def _strip_fp4(
         row = tl.minimum(row, WIDTH - 1)  # rows past the end repeat the last and are not stored
     if GATED:
         row += tl.arange(0, BW) // BO * WIDTH
-    w, p, n = tl.arange(0, 16), tl.arange(0, 4), tl.arange(0, 128 // PARTS)
+    w, p, i = tl.arange(0, 16), tl.arange(0, 4), tl.arange(0, 128 // PARTS)
     words += e * (T * O * 16)
     weight_scales += e * (T * O * 4)
     at_w, at_s = row[:, None] * 16 + w[None, :], row[:, None] * 4 + p[None, :]
     real, source, target = _rows(order, start, stop, K, R, GATED)
-    at_x = x + (source[None, :] * I + n[:, None])
+    at_x = x + (source[None, :] * I + i[:, None])
     owed_e = tl.load(epilogue + e) * UP  # before the loop: its wait is for all
     owed_R = tl.load(factor + source, mask=real, other=0.0)
     acc = tl.zeros([BW, R], tl.float32)
     real_more, at_more, more = real, at_x, acc
     if MORE > 0:
         real_more, source_more, target_more = _rows(order, start + R, stop, K, MORE, GATED)
-        at_more = x + (source_more[None, :] * I + n[:, None])
+        at_more = x + (source_more[None, :] * I + i[:, None])
         owed_more = tl.load(factor + source_more, mask=real_more, other=0.0)
         more = tl.zeros([BW, MORE], tl.float32)
-    for i in tl.range(0, CHAIN * T, loop_unroll_factor=UNROLL):
-        t, strip = i, 0
-        if CHAIN > 1:
-            t, strip = i % T, i // T
-        u = tl.load(words + (t * O + strip * BO) * 16 + at_w)
-        s = tl.load(weight_scales + (t * O + strip * BO) * 4 + at_s)
+    for t in tl.range(0, T, loop_unroll_factor=UNROLL):
+        u = tl.load(words + t * (O * 16) + at_w)
+        s = tl.load(weight_scales + t * (O * 4) + at_s)
         s = block_scales(s, BW, 16, True)
         w0, w1, w2, w3, w4, w5, w6, w7 = unpack(spread_columns(u, BW, 16), s, False, ASM)
         x_t, m_t = at_x + t * 128, at_more + t * 128
@@ -149,19 +144,9 @@ def _strip_fp4(
         acc = settled(acc)
         if MORE > 0:
             more = settled(more)
-        if CHAIN > 1:
-            if t == T - 1:
-                _finish_fp4(acc, owed_R, out + strip * BO, owed_e, real, target, o, O, GATED, BO, R)
-                acc = tl.zeros([BW, R], tl.float32)
-                if MORE > 0:
-                    _finish_fp4(
-                        more, owed_more, out + strip * BO, owed_e, real_more, target_more, o, O, GATED, BO, MORE
-                    )
-                    more = tl.zeros([BW, MORE], tl.float32)
-    if CHAIN == 1:
-        _finish_fp4(acc, owed_R, out, owed_e, real, target, o, O, GATED, BO, R)
-        if MORE > 0:
-            _finish_fp4(more, owed_more, out, owed_e, real_more, target_more, o, O, GATED, BO, MORE)
+    _finish_fp4(acc, owed_R, out, owed_e, real, target, o, O, GATED, BO, R)
+    if MORE > 0:
+        _finish_fp4(more, owed_more, out, owed_e, real_more, target_more, o, O, GATED, BO, MORE)
 
 
 @triton.jit
@@ -225,7 +210,7 @@ def table_entry(table, block):
 def products_fp4(
     x, factor, words, weight_scales, epilogue, out, order, table, blocks,
     K: tl.constexpr, I: tl.constexpr, O: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr, R: tl.constexpr,
-    TAILS: tl.constexpr, ASM: tl.constexpr, PARTS: tl.constexpr, UNROLL: tl.constexpr, CHAIN: tl.constexpr,
+    TAILS: tl.constexpr, ASM: tl.constexpr, PARTS: tl.constexpr, UNROLL: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """GATED: rows of tokens -> silu(gate) * up [M, O/2], in sorted order; else sorted rows -> [M, O] by position.
@@ -236,7 +221,7 @@ def products_fp4(
     tiles of a step.
     """
     follow(PDL)
-    block, column = tl.program_id(1) * GROUP + tl.program_id(0) % GROUP, tl.program_id(0) // GROUP * CHAIN
+    block, column = tl.program_id(1) * GROUP + tl.program_id(0) % GROUP, tl.program_id(0) // GROUP
     if block >= blocks:
         return
     e, start, stop = table_entry(table, block)
@@ -246,32 +231,32 @@ def products_fp4(
         if (TAILS >= 1) & (stop - start <= R // 3):
             _strip_fp4(
                 x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
-                K, I, O, GATED, BO, R // 3, 0, ASM, PARTS, UNROLL, CHAIN,
+                K, I, O, GATED, BO, R // 3, 0, ASM, PARTS, UNROLL,
             )  # fmt: skip
         elif stop - start <= R // 3 * 2:
             _strip_fp4(
                 x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
-                K, I, O, GATED, BO, R // 3 * 2, 0, ASM, PARTS, UNROLL, CHAIN,
+                K, I, O, GATED, BO, R // 3 * 2, 0, ASM, PARTS, UNROLL,
             )  # fmt: skip
         else:
             _strip_fp4(
                 x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
-                K, I, O, GATED, BO, R // 3 * 2, R // 3, ASM, PARTS, UNROLL, CHAIN,
+                K, I, O, GATED, BO, R // 3 * 2, R // 3, ASM, PARTS, UNROLL,
             )  # fmt: skip
     elif (TAILS >= 2) & (stop - start <= R // 4):
         _strip_fp4(
             x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
-            K, I, O, GATED, BO, R // 4 if TAILS >= 2 else R, 0, ASM, PARTS, UNROLL, CHAIN,
+            K, I, O, GATED, BO, R // 4 if TAILS >= 2 else R, 0, ASM, PARTS, UNROLL,
         )  # fmt: skip
     elif (TAILS >= 1) & (stop - start <= R // 2):
         _strip_fp4(
             x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
-            K, I, O, GATED, BO, R // 2 if TAILS >= 1 else R, 0, ASM, PARTS, UNROLL, CHAIN,
+            K, I, O, GATED, BO, R // 2 if TAILS >= 1 else R, 0, ASM, PARTS, UNROLL,
         )  # fmt: skip
     else:
         _strip_fp4(
             x, factor, words, weight_scales, epilogue, out, order, e, start, stop, column,
-            K, I, O, GATED, BO, R, 0, ASM, PARTS, UNROLL, CHAIN,
+            K, I, O, GATED, BO, R, 0, ASM, PARTS, UNROLL,
         )  # fmt: skip
 
 
