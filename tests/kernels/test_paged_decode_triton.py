@@ -108,36 +108,6 @@ def test_every_cut_of_unequal_contexts(programs: int, even: bool, R: int, D: int
     assert not out[args["lengths_B"] == 0].any()
 
 
-@pytest.mark.parametrize(
-    ("lengths", "G", "programs", "whole"),
-    [
-        ([320, 310, 290], 2, 6, True),
-        ([320, 310, 290], 2, 7, True),  # parts of 9 tiles: 10 are not much longer
-        ([320, 310, 290], 2, 9, False),  # parts of 7
-        ([320, 310, 290], 2, 5, False),
-        ([300] * 4 + [0] + [300] * 5, 1, 10, True),
-        ([300, 300, 420], 1, 3, False),
-    ],
-)
-def test_a_context_a_program_where_all_are_of_about_one_length(
-    lengths: list[int], G: int, programs: int, whole: bool
-) -> None:
-    """By their bits: a context in one share, as without equal parts, or in more."""
-    from tracefp4.kernels.paged_attention import triton as kernel
-
-    args = problem(lengths, 4 * G, G, 128, 32, True)
-    operands = (args["q_BHD"], args["cache"], args["block_tables_BP"], args["lengths_B"], args["scaling"], max(lengths))
-    config = kernel.AttentionConfig(32, 1, 1, programs, asm=DEVICE == "cuda", even=True)
-    out = kernel.paged_decode(*operands, config)
-    one_share = kernel.paged_decode(*operands, dataclasses.replace(config, programs=len(lengths) * G, even=False))
-    assert torch.equal(out, one_share) == whole
-    assert float((out.float() - one_share.float()).abs().max()) <= 2 * 3 * 2.0**-9 * 6  # each as above
-    for _ in range(2):  # the second finds what the first has left
-        alone = kernel.paged_decode(*operands, dataclasses.replace(config, fused=True))
-        assert float((alone.float() - out.float()).abs().max()) <= 2.0**-8 * float(out.float().abs().max())
-        assert not alone[args["lengths_B"] == 0].any()
-
-
 @pytest.mark.parametrize(("D", "R", "tile"), [(128, 8, 16), (64, 3, 32), (256, 1, 16)])
 def test_sums_rescaled_only_when_a_score_outgrows_them(D: int, R: int, tile: int) -> None:
     """Two tiles of scores 0, then two of `bits`, in powers of two: FP16 has room for some seven of them, and no more.

@@ -381,7 +381,7 @@ def _attend_evenly(
     WIDE: tl.constexpr, FP4: tl.constexpr, ASM: tl.constexpr, MOVE: tl.constexpr, LAZY: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Equal parts of all tiles, at least LEAST tiles each, or a context each; in order of sequence, KV head, token.
+    """Equal parts of all tiles, at least LEAST tiles each; in order of sequence, KV head, token.
 
     Program p's share of context c = b * G + g has the number p + c: no two have the same, since the next program's
     first context is this one's last or a later one. spans int32 [B, G, 2]: first and last program of a context. FUSED:
@@ -398,16 +398,6 @@ def _attend_evenly(
     before = after_B <= here
     b = tl.sum(before.to(tl.int32), axis=0)
     base = tl.max(tl.where(before, after_B, 0), axis=0)  # tiles of the sequences before b
-    # As many contexts as programs, and none much longer than a part: a context each is done sooner than equal parts of
-    # two, whose second share starts anew. All of one length is what a benchmark has, and a batch that began together.
-    whole = (B * G <= PROGRAMS) & (tl.max(tiles_B, axis=0) * 8 <= part * (9 * G))
-    if whole:
-        b = p // G
-        own = i == b
-        tiles_b = tl.sum(tl.where(own, tiles_B, 0), axis=0) // G
-        base = tl.sum(tl.where(own, after_B, 0), axis=0) - tiles_b * G
-        here = base + p % G * tiles_b
-        end = here + tiles_b
     while here < end:
         length = tl.load(lengths + b)
         tiles = tl.cdiv(length, TILE)
@@ -433,11 +423,9 @@ def _attend_evenly(
                     G, R, RP, D, PAGE, TILE, WIDE,
                 )  # fmt: skip
             if FUSED:
-                first_program, count = p, 1
-                if not whole:
-                    begin = here - first  # of the context, among all tiles
-                    first_program = begin // part
-                    count = (begin + tiles - 1) // part - first_program + 1
+                begin = here - first  # of the context, among all tiles
+                first_program = begin // part
+                count = (begin + tiles - 1) // part - first_program + 1
                 tl.debug_barrier()  # all threads' shares are written before one thread says so
                 if tl.atomic_add(spans + c, 1, sem="acq_rel") == count - 1:
                     tl.store(spans + c, 0)
