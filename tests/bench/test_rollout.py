@@ -123,6 +123,14 @@ def test_unknown_forms_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
         (["--steps", "1"], "--steps must be at least 2, not 1"),
         (["--max-seqs", "0"], "--max-seqs must be at least 1, not 0"),
         (["--forms", "fp5"], "--forms takes bf16, fp4, fp4-recorded, not fp5"),
+        (["--head-dim", "32"], "the kernels, which this times, do not take the checkpoint's head_dim 32"),
+        (["--expert-width", "96"], "moe_intermediate_size 96, the kernels take multiples of 128 in FP4"),
+        (["--heads", "3"], "--heads 3 is no multiple of --kv-heads 2"),
+        (["--top-k", "9"], "--top-k 9 is more than --experts"),
+        (["--experts", "0"], "--experts must be at least 1, not 0"),
+        (["--budget-gb", "nan"], "--budget-gb must be more than 0, not nan"),
+        (["--guided", "upper"], "'upper'"),
+        (["--bits", "3"], "3.0 bits per value is no width of 'nvfp4'"),
     ],
 )
 def test_numbers_that_mean_nothing_are_refused(

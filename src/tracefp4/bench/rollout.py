@@ -29,8 +29,10 @@ from torch import Tensor
 from tracefp4.bench.clocks import sampled
 from tracefp4.bench.registry import environment
 from tracefp4.bench.rollout_table import Row, ratios, table
+from tracefp4.errors import TracefpError
+from tracefp4.guidance.schema import plane_layout
 from tracefp4.recipe import QuantRecipe, resolve_guided_layers
-from tracefp4.rollout.config import BURST, MOST_STEPS, RolloutConfig, burst_of
+from tracefp4.rollout.config import BURST, MOST_STEPS, RolloutConfig, burst_of, obstacle_to_kernels
 from tracefp4.rollout.engine import RolloutEngine
 from tracefp4.rollout.kernel_model import KernelModel, KernelStep
 from tracefp4.rollout.model import Layer, ModelShape
@@ -40,6 +42,11 @@ from tracefp4.rollout.weights import tensors_of, weight_sizes
 from tracefp4.types import Request, SamplingParams
 
 FORMS = ("bf16", "fp4", "fp4-recorded")
+SIZES = {
+    "layers": 48, "hidden": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128, "experts": 128, "top_k": 8,
+    "expert_width": 768, "vocab": 151936,
+}  # fmt: skip
+"""Of Qwen3-30B-A3B."""
 PAGE = 64
 
 
@@ -129,11 +136,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder for rollout.json and rollout.md")
     parser.add_argument("--commit", help="commit to write into the results, where there is no git checkout")
     sizes = parser.add_argument_group("model")
-    for name, value in (
-        ("layers", 48), ("hidden", 2048), ("heads", 32), ("kv-heads", 4), ("head-dim", 128), ("experts", 128),
-        ("top-k", 8), ("expert-width", 768), ("vocab", 151936),
-    ):  # fmt: skip
-        sizes.add_argument(f"--{name}", type=int, default=value)
+    for name, value in SIZES.items():
+        sizes.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     args = parser.parse_args(arguments)
     args.forms = args.forms.split(",")
     if not all(c.isascii() and c.isdigit() and int(c) > 0 for c in args.contexts.split(",")):
@@ -148,7 +152,30 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for name, least in (("steps", 2), ("max_seqs", 1)):  # quartiles need two steps
         if getattr(args, name) < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(args, name)}")
+    if why := unfit_sizes(args):
+        parser.error(why)
     return args
+
+
+def unfit_sizes(args: argparse.Namespace) -> str:
+    """Why no model has these sizes, or the kernels do not take it; "" where neither."""
+    for name in SIZES:
+        if getattr(args, name) < 1:
+            return f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}"
+    if args.heads % args.kv_heads:
+        return f"--heads {args.heads} is no multiple of --kv-heads {args.kv_heads}"
+    if args.top_k > args.experts:
+        return f"--top-k {args.top_k} is more than --experts {args.experts}"
+    if not args.budget_gb > 0:
+        return f"--budget-gb must be more than 0, not {args.budget_gb:g}"
+    try:
+        plane_layout("nvfp4", args.bits)
+        for form in args.forms:
+            if why := obstacle_to_kernels(model_shape(args), recipe_of(form, args), RolloutConfig()):
+                return f"the kernels, which this times, do not take {why}"
+    except TracefpError as error:  # of --guided or --bits
+        return str(error)
+    return ""
 
 
 def model_shape(args: argparse.Namespace) -> ModelShape:
@@ -281,7 +308,7 @@ def measure(
     pages = int((args.budget_gb * 1e9 - row.weight_bytes) // page_bytes) - 1
     B = row.sequences = min(args.max_seqs, pages // per_seq)
     if B < 1:
-        raise ValueError(f"--budget-gb {args.budget_gb:g} holds no sequence of {row.context} tokens")
+        raise TracefpError(f"--budget-gb {args.budget_gb:g} holds no sequence of {row.context} tokens")
     config = RolloutConfig(
         max_num_seqs=B, max_model_len=row.context + new, num_pages=B * per_seq, page_size=PAGE, backend="triton",
         cuda_graphs=not args.no_graphs, max_tokens_per_step=max(B, 2048),
@@ -395,7 +422,8 @@ def run_row(row: Row, model: UniformModel, args: argparse.Namespace, copy_bytes_
         measure(row, model, recipe_of(row.form, args), args, copy_bytes_per_s)
     except Exception as error:  # the other rows must go on
         row.error = f"{type(error).__name__}: {error}".strip()
-        traceback.print_exc(limit=-6)
+        if not isinstance(error, TracefpError):
+            traceback.print_exc(limit=-6)
     row.seconds = time.perf_counter() - begun
     free_memory(args.device)
 

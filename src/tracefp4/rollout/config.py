@@ -60,7 +60,7 @@ def resolve(config: RolloutConfig, device: str, shape: ModelShape, recipe: Quant
     Raises TracefpError for settings that exclude one another, and for a backend that does not run the model or recipe.
     """
     backend = config.backend
-    obstacle = "" if backend == "torch" else _obstacle(shape, recipe, config)
+    obstacle = "" if backend == "torch" else obstacle_to_kernels(shape, recipe, config)
     cuda = device.partition(":")[0] == "cuda"
     if backend == "auto":
         backend = "triton" if cuda and not obstacle else "torch"
@@ -99,7 +99,7 @@ def burst_of(shape: ModelShape) -> int:
     return BURST if small else LARGE_BURST
 
 
-def _obstacle(shape: ModelShape, recipe: QuantRecipe, config: RolloutConfig) -> str:
+def obstacle_to_kernels(shape: ModelShape, recipe: QuantRecipe, config: RolloutConfig) -> str:
     """What of a model or recipe the kernels do not take, naming the setting; "" where they take all of it."""
     from tracefp4.formats import get_format
     from tracefp4.kernels.grouped_experts.packed import TILE
