@@ -275,7 +275,7 @@ def status(
     """Show where runs stand: steps, time left, recent figures, warnings."""
     from rich.console import Console
 
-    from tracefp4.report.status import status_objects, status_table, statuses
+    from tracefp4.report.status import status_objects, status_table, statuses, warning_lines
 
     rows = statuses(runs)
     if as_json:
@@ -285,9 +285,8 @@ def status(
     if not console.is_terminal:
         console = Console(width=200)
     console.print(status_table(rows))
-    for row in rows:
-        if row.last_warning:
-            console.print(f"{row.run}: {row.last_warning}", markup=False, highlight=False, soft_wrap=True)
+    for line in warning_lines(rows):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -11,7 +11,7 @@ from tracefp4.cli import main
 from tracefp4.files import folder_lock, lock_held
 from tracefp4.report import RunLogger, write_json_atomic
 from tracefp4.report.runs import ReportError
-from tracefp4.report.status import status_table, statuses
+from tracefp4.report.status import status_table, statuses, warning_lines
 
 
 def folder(root: Path, name: str, steps: int, planned: int = 20) -> Path:
@@ -130,3 +130,22 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.Captu
         main(["status", str(tmp_path), "--json"])
     (row,) = json.loads(capsys.readouterr().out)
     assert row["steps"] == 3
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for method in ("bf16", "trace"):
+        folder(tmp_path, f"{method}/seed0", steps=1)
+    folder(tmp_path, "trace/seed1", steps=1)
+    monkeypatch.chdir(tmp_path)
+    shown = [row.run for row in statuses(["bf16/seed0", "trace/seed0", "trace/seed1"])]
+    assert shown == ["bf16/seed0", "trace/seed0", "seed1"]
+    assert [row.run for row in statuses(["trace"])] == ["trace/seed0", "trace/seed1"]
+
+
+def test_what_many_runs_warn_of_is_one_line(tmp_path: Path) -> None:
+    for name, step, message in (("a", 3, "no space"), ("b", 7, "no space"), ("c", 5, "read-only")):
+        run = folder(tmp_path, name, steps=8)
+        (run / "events.jsonl").write_text(json.dumps({"step": step, "name": "disk", "message": message}) + "\n")
+    root = tmp_path.as_posix()
+    said = warning_lines(statuses([tmp_path]))
+    assert said == [f"{root}/a and 1 more: disk: no space", f"{root}/c: step 5, disk: read-only"]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -20,6 +22,7 @@ from tracefp4.files import LOCK, lock_held
 from tracefp4.report.logger import CONFIG, EVENTS, FINAL, METRICS, TIMING
 from tracefp4.report.runs import ReportError, load_run, printable
 
+_STEP = re.compile(r"\Astep \d+, ")
 RECENT = 10
 """Steps that the figures of a row are taken from."""
 _REWARD, _DIFF, _GUIDED = "reward/mean", "mismatch/logprob_abs_diff_mean", "guidance/guided_share"
@@ -55,9 +58,10 @@ class Status:
 
 
 def statuses(paths: Sequence[str | Path]) -> list[Status]:
-    """A row a run in and below ``paths``, by path. Raises ReportError for a path without a run, and for a broken
-    file."""
+    """A row a run in and below ``paths``, by path: its folder's name, or as much of its path as was given where
+    several have that name. Raises ReportError for a path without a run, and for a broken file."""
     rows: list[Status] = []
+    given_names = Counter(Path(given).name for given in paths)
     for given in paths:
         root = Path(given)
         if not root.is_dir():
@@ -73,7 +77,8 @@ def statuses(paths: Sequence[str | Path]) -> list[Status]:
         if not folders:
             raise ReportError(f"no run found in {root}: neither it nor a folder below it holds {METRICS} or {CONFIG}")
         for folder in folders:
-            name = root.name or str(root) if folder == root else (root / folder.relative_to(root)).as_posix()
+            alone = folder == root and root.name and given_names[root.name] == 1
+            name = root.name if alone else folder.as_posix()
             rows.append(status(folder, printable(name)))
     return rows
 
@@ -135,6 +140,19 @@ def status_table(rows: Sequence[Status]) -> Table:
         ]
         table.add_row(*map(Text, cells))
     return table
+
+
+def warning_lines(rows: Sequence[Status]) -> list[str]:
+    """The newest warning of every run that has one; a line for all runs that say the same, whatever the step."""
+    runs: dict[str, list[Status]] = {}
+    for row in rows:
+        if row.last_warning:
+            runs.setdefault(_STEP.sub("", row.last_warning), []).append(row)
+    lines = []
+    for text, those in runs.items():
+        first, others = those[0], len(those) - 1
+        lines.append(f"{first.run} and {others} more: {text}" if others else f"{first.run}: {first.last_warning}")
+    return lines
 
 
 def status_objects(rows: Sequence[Status]) -> list[dict[str, Any]]:
