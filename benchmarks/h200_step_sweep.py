@@ -4,10 +4,10 @@
 
 A kernel alone, with pauses between its calls, runs at the GPU's full clock. Decode steps in a row do not: at 8K of FP4
 they draw all the power that an H200 may have, and its multiprocessors go at three quarters to nine tenths of their
-clock (docs/benchmarks.md). What is fastest there is what costs least power, which `h200_kernels_sweep.py` cannot see. So each
-candidate decodes here as `tracefp4 bench rollout` does, checked by it first, all candidates in turn and then once
-more; a line each: median and quartiles of a step, the clock, the watts, and how it stands to the default of the same
-pass. DIR/steps.json is written after every candidate.
+clock (docs/benchmarks.md). What is fastest there is what costs least power, which `h200_kernels_sweep.py` cannot see.
+So each candidate decodes here as `tracefp4 bench rollout` does, checked by it first, all candidates in turn and then
+once more; a line each: median and quartiles of a step, the clock, the watts, and how it stands to the default of the
+same pass. DIR/steps.json is written after every candidate.
 """
 
 from __future__ import annotations
