@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tracefp4.bench import rollout
 from tracefp4.bench.rollout import UniformModel, main, part_of
 from tracefp4.bench.rollout_table import Row, ratios, table
 from tracefp4.rollout.kernel_model import KernelModel
@@ -140,6 +141,23 @@ def test_numbers_that_mean_nothing_are_refused(
         main([*SMALL, *arguments])
     assert ended.value.code == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_a_file_is_no_folder_for_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "results"
+    file.write_text("")
+    with pytest.raises(SystemExit):
+        main([*SMALL, "--out", str(file)])
+    assert f"--out {file} is a file: name a folder" in capsys.readouterr().err
+
+
+def test_a_model_that_the_memory_of_a_cpu_does_not_hold_is_not_begun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rollout, "memory_bytes", lambda: 25 * 10**9)
+    with pytest.raises(SystemExit):
+        main(["--device", "cpu"])
+    assert "weights of 61 GB in 25 GB of memory: on the CPU give smaller --layers" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -149,3 +149,12 @@ def test_what_many_runs_warn_of_is_one_line(tmp_path: Path) -> None:
     root = tmp_path.as_posix()
     said = warning_lines(statuses([tmp_path]))
     assert said == [f"{root}/a and 1 more: disk: no space", f"{root}/c: step 5, disk: read-only"]
+
+
+@pytest.mark.parametrize("content", [b"\0" * 40, b"garbage"])
+def test_a_log_without_a_whole_line_is_of_no_step(tmp_path: Path, content: bytes) -> None:
+    run = folder(tmp_path, "a", steps=2)
+    (run / "metrics.jsonl").write_bytes(content)
+    (row,) = statuses([run])
+    assert row.steps == 0
+    assert row.reward is None

@@ -124,7 +124,15 @@ def test_time_that_is_up(made: tuple[str, ...], tmp_path: Path, capsys: pytest.C
             "main train.lrr=1 --modes bf16",
             "unknown key train.lrr in the override 'train.lrr=1'; did you mean",
         ),
-        ("status .", ". holds no reproduction: it has no plan.json"),
+        (
+            "main train.dtype=float32 --modes bf16 --profile tiny",
+            "rollout.dtype bfloat16 and train.dtype float32 differ",
+        ),
+        (
+            "search sums-small --vary train.lr=1e-5 --vary train.lr=2e-5",
+            "two --vary set train.lr: give all of its values",
+        ),
+        ("status .", ". holds no reproduction: give a folder that reproduce wrote, which has a plan.json"),
         ("unpack . out", ". is no pack: pack.json cannot be read"),
     ],
 )
@@ -166,3 +174,11 @@ def test_commands_in_one_process(capsys: pytest.CaptureFixture[str]) -> None:
             main(["chain", "--", *words])
         assert caught.value.code == code
         assert capsys.readouterr().out.count("FP32 rollout and trainer: the control") == texts
+
+
+def test_a_folder_of_finished_tables_is_told_from_one_of_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "results.md").write_text("# main\n")
+    assert call("table", str(tmp_path)) == 2
+    assert "holds finished tables and no runs: read its results.md" in capsys.readouterr().err

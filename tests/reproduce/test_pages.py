@@ -13,7 +13,7 @@ from tracefp4.reproduce.pack import pack, unpack
 from tracefp4.reproduce.page import table_rows, verdict, write_results
 from tracefp4.reproduce.plan import Plan, make_plan, read_plan, stored_request
 from tracefp4.reproduce.results import control, gather
-from tracefp4.reproduce.runner import Limits, run_plan, steps_done
+from tracefp4.reproduce.runner import INVOCATIONS, Limits, run_plan, steps_done
 
 MakeUp = Callable[..., Plan]
 
@@ -113,6 +113,21 @@ def test_all_pages_are_written(made_up: MakeUp) -> None:
     }
     stored = json.loads((plan.out / "results.json").read_text())
     assert {"commit", "command", "hardware", "versions", "tables", "invocations", "seeds"} <= stored.keys()
+
+
+@pytest.mark.parametrize("cut", ['{"seconds": 3', "\0\0\0", "{}\n"])
+def test_an_invocation_that_a_power_failure_cut_off_costs_no_table(
+    made_up: MakeUp, cut: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = finished(made_up())
+    log = plan.out / INVOCATIONS
+    whole = log.read_text()
+    log.write_text(whole + cut)
+    assert len(gather(plan)["invocations"]) == 1
+    assert "broken line: the device time of that invocation is not counted" in capsys.readouterr().err
+    finished(plan)  # goes on, and its own line is whole
+    assert log.read_text().startswith(whole + cut)
+    assert len(gather(plan)["invocations"]) == 2
 
 
 def test_a_table_without_any_run(made_up: MakeUp) -> None:

@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
+import os
 import random
 import statistics
 import sys
@@ -157,6 +159,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def parameters(args: argparse.Namespace) -> int:
+    return sum(math.prod(size) for _, size in weight_sizes(model_shape(args)))
+
+
+def memory_bytes() -> int:
+    """Of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def unfit_sizes(args: argparse.Namespace) -> str:
     """Why no model has these sizes, or the kernels do not take it; "" where neither."""
     for name in SIZES:
@@ -166,6 +177,10 @@ def unfit_sizes(args: argparse.Namespace) -> str:
         return f"--heads {args.heads} is no multiple of --kv-heads {args.kv_heads}"
     if args.top_k > args.experts:
         return f"--top-k {args.top_k} is more than --experts {args.experts}"
+    if args.out is not None and args.out.exists() and not args.out.is_dir():
+        return f"--out {args.out} is a file: name a folder"
+    if args.device == "cpu" and (need := 2 * parameters(args)) > 0.5 * (there := memory_bytes()):
+        return f"weights of {need / 1e9:.0f} GB in {there / 1e9:.0f} GB of memory: on the CPU give smaller --layers"
     if not args.budget_gb > 0:
         return f"--budget-gb must be more than 0, not {args.budget_gb:g}"
     try:

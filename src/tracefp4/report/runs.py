@@ -77,8 +77,9 @@ class Run:
 
     @property
     def steps_done(self) -> int:
-        """One more than the last logged step."""
-        return 1 + max(int(s.steps[-1]) for name, s in self.series.items() if not name.startswith(TIMING_PREFIX))
+        """One more than the last logged step; 0 where none is whole."""
+        last = [int(s.steps[-1]) for name, s in self.series.items() if not name.startswith(TIMING_PREFIX)]
+        return 1 + max(last, default=-1)
 
     @property
     def steps_planned(self) -> int | None:

@@ -323,7 +323,11 @@ def _stored(folder: Path) -> Plan:
     if not facts and (folder / SEARCH).is_file():
         raise ConfigError(f"{folder} is a search: its command with --max-minutes 0 prints its table again")
     if not facts:
-        raise ConfigError(f"{folder} holds no reproduction: it has no plan.json")
+        if (folder / "results.md").is_file():
+            raise ConfigError(
+                f"{folder} holds finished tables and no runs: read its results.md, or open its results.html"
+            )
+        raise ConfigError(f"{folder} holds no reproduction: give a folder that reproduce wrote, which has a plan.json")
     return make_plan(stored_request(facts), folder, to_run=False)
 
 

@@ -320,7 +320,9 @@ def read_plan(out: Path) -> dict[str, Any]:
     """plan.json of a folder; {} where there is none. Raises ConfigError where it is damaged."""
     try:
         facts: dict[str, Any] = json.loads((out / PLAN).read_bytes())
-        if not isinstance(facts["experiment"], str) or not isinstance(facts["seeds"], list):
+        if not isinstance(facts, dict):
+            raise ValueError("it is no JSON object")
+        if not isinstance(facts.get("experiment"), str) or not isinstance(facts.get("seeds"), list):
             raise ValueError("it names no experiment and seeds")
         return facts
     except FileNotFoundError:
@@ -357,16 +359,16 @@ def _check_same(out: Path, before: dict[str, Any], asked: dict[str, Any], size: 
             raise ConfigError(f"the recipe has changed since {out} was begun: set it back, or choose another --out")
         if key == "settings":
             raise ConfigError(f"{out} has other overrides ({', '.join(before[key]) or 'none'}): give the same")
-        raise ConfigError(
-            f"{out} has --{key} {before.get(key)}, now it is {value}: give the same, or choose another --out"
-        )
+        had = f"no --{key}" if before.get(key) is None else f"--{key} {before[key]}"
+        now = "none" if value is None else value
+        raise ConfigError(f"{out} has {had}, now it is {now}: give the same, or choose another --out")
     missing = [seed for seed in before["seeds"] if seed not in size["seeds"]]
     if missing:
         raise ConfigError(f"{out} has seed {missing[0]} too, which --seeds leaves out: give all of them, or more")
     for key, table in before["tables"].items():
-        now = [arm["label"] or arm["mode"] for arm in size["tables"].get(key, {"arms": []})["arms"]]
+        arms = [arm["label"] or arm["mode"] for arm in size["tables"].get(key, {"arms": []})["arms"]]
         for arm in table["arms"]:
-            if (name := arm["label"] or arm["mode"]) not in now:
+            if (name := arm["label"] or arm["mode"]) not in arms:
                 raise ConfigError(f"{out} has {name} in {key} too, which --modes leaves out: give all of them, or more")
 
 

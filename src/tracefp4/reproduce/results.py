@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tracefp4.files import warn
 from tracefp4.report.logger import METRICS
 from tracefp4.report.runs import Run, Series, load_run
 from tracefp4.reproduce.experiments import CONTROL
@@ -237,7 +238,16 @@ def _differences(rewards: dict[str, dict[int, dict[str, Floats]]], form: str) ->
 
 
 def _invocations(path: Path) -> list[dict[str, Any]]:
+    """Those whose line is whole: one that a power failure cut off costs its device time, and no table."""
+    found: list[dict[str, Any]] = []
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
+    for line in lines:
+        try:
+            facts = json.loads(line)
+            found.append(facts | {"seconds": float(facts["seconds"]), "jobs": int(facts["jobs"])})
+        except (ValueError, TypeError, KeyError):
+            warn(f"{path} has a broken line: the device time of that invocation is not counted")
+    return found

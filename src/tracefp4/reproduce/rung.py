@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 import tracefp4
 from tracefp4.align.watchdog import WatchConfig
 from tracefp4.config import ConfigError, StrictModel, config_hash, load_config, resolved
+from tracefp4.config_problems import Explainer
 from tracefp4.loop import LoopConfig, RunConfig, SamplingConfig
 from tracefp4.methods import QuantConfig
 from tracefp4.rollout.engine import RolloutConfig
@@ -75,7 +76,10 @@ class RungConfig(StrictModel):
     def recipe(self, model_path: str) -> dict[str, Any]:
         """The RL recipe over a checkpoint, as a run folder's config.json holds one."""
         sections = {name: getattr(self, name) for name in RunConfig.model_fields if name in type(self).model_fields}
-        config = RunConfig(model={"path": model_path}, **sections)
+        try:
+            config = RunConfig(model={"path": model_path}, **sections)
+        except ValidationError as error:  # of sections that do not fit each other
+            raise ConfigError(Explainer("the rung's recipe", {}, {}, RunConfig).explain(error)) from None
         return resolved(config)
 
     @property

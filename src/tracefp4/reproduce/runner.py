@@ -118,7 +118,10 @@ class _Clock:
         write_json_atomic(self._now, {"seconds": self._told - self._started, **self._facts})
 
     def _close(self) -> None:
-        append_text(self._log, json.dumps(json.loads(self._now.read_bytes())) + "\n")
+        line = json.dumps(json.loads(self._now.read_bytes())) + "\n"
+        if self._log.exists() and not self._log.read_bytes().endswith(b"\n"):  # a power failure cut its last line off
+            line = "\n" + line
+        append_text(self._log, line)
         self._now.unlink()
 
 

@@ -65,6 +65,9 @@ def make_variants(vary: Sequence[str]) -> list[Variant]:
         ConfigError: an entry sets nothing, or two variants would be the same.
     """
     axes = [_alternatives(entry) for entry in vary]
+    keys = [{setting.partition("=")[0] for choice in axis for setting in choice} for axis in axes]
+    if both := next((a & b for a, b in itertools.combinations(keys, 2) if a & b), None):
+        raise ConfigError(f"two --vary set {min(both)}: give all of its values in one")
     found = [tuple(itertools.chain(*choice)) for choice in itertools.product(*axes)]
     variants = [Variant(_label(settings), settings) for settings in found]
     folders = [variant.folder for variant in variants]
