@@ -61,26 +61,19 @@ def write_variant(src: Path, edits: list[Edit]) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def products_of(tokens: int, hidden: int, width: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """The two products of a layer of random weights over rows that are laid out already."""
+def product(tokens: int, gated: bool, inputs: int) -> Callable[[], Any]:
+    """Gate and up, or down, of a layer of random weights over so many inputs, of rows that are laid out already."""
     from tracefp4.bench import experts
     from tracefp4.kernels.grouped_experts import triton as kernel
 
-    device, K = torch.device("cuda"), experts.TOP
+    device, E, K = torch.device("cuda"), experts.EXPERTS, experts.TOP
     M = tokens * K
-    config = kernel.default_config(True, M / experts.EXPERTS)
-    chosen = experts.choice(tokens, experts.EXPERTS, K)[0].to(device)
-    routing = kernel.route(chosen, experts.EXPERTS, config.rows)
-    calls = []
-    for gated, rows, outputs, inputs in ((True, tokens, 2 * width, hidden), (False, M, hidden, width)):
-        weights = experts._packed(experts.EXPERTS, outputs, inputs, device)
-        x = kernel.operand_rows(torch.randn(rows, inputs, device=device).bfloat16(), "nvfp4", "row")
-
-        def call(x: Any = x, weights: Any = weights, gated: bool = gated) -> Any:
-            return kernel.products(*x, weights, routing, K, gated, M, config)
-
-        calls.append(call)
-    return calls[0], calls[1]
+    config = kernel.default_config(True, M / E)
+    routing = kernel.route(experts.choice(tokens, E, K)[0].to(device), E, config.rows)
+    weights = experts._packed(E, 2 * experts.WIDTH if gated else experts.HIDDEN, inputs, device)
+    rows = torch.randn(tokens if gated else M, inputs, device=device).bfloat16()
+    operands = kernel.operand_rows(rows, "nvfp4", "row")
+    return lambda: kernel.products(*operands, weights, routing, K, gated, M, config)
 
 
 def time_variant(name: str, tokens: int) -> dict[str, float]:
@@ -90,13 +83,9 @@ def time_variant(name: str, tokens: int) -> dict[str, float]:
 
     timer = Timer(torch.device("cuda"), 30)
     found: dict[str, float] = {}
-    hidden, width = experts.HIDDEN, experts.WIDTH
     for factor in (1, 2, 4) if name == AS_THEY_ARE else (1,):
-        for product, index, sizes, inputs in (
-            ("gate and up", 0, (factor * hidden, width), factor * hidden),
-            ("down", 1, (hidden, factor * width), factor * width),
-        ):
-            found[f"{product}, {inputs} inputs"] = timer(products_of(tokens, *sizes)[index])[0]
+        for what, gated, inputs in (("gate and up", True, experts.HIDDEN), ("down", False, experts.WIDTH)):
+            found[f"{what}, {factor * inputs} inputs"] = timer(product(tokens, gated, factor * inputs))[0]
     return found
 
 
@@ -123,16 +112,8 @@ def main() -> int:
             src = Path(folder, "src")
             shutil.copytree(ROOT / "src", src, ignore=shutil.ignore_patterns("__pycache__"))
             write_variant(src, edits)
-            command = [
-                sys.executable,
-                __file__,
-                "--out",
-                str(args.out),
-                "--tokens",
-                str(args.tokens),
-                "--variant",
-                name,
-            ]
+            own = ["--out", str(args.out), "--tokens", str(args.tokens), "--variant", name]
+            command = [sys.executable, __file__, *own]
             child = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(src)}, capture_output=True, text=True)
         if child.returncode:
             print(f"{name}: {child.stderr.strip()}", file=sys.stderr)

@@ -32,6 +32,11 @@ def resolve_device(setting: str, key: str = "run.device") -> str:
     return setting
 
 
+def machine_memory() -> int:
+    """Bytes of this machine's memory, of all processes together."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def visible_gpus() -> list[str]:
     """The GPUs that a child may be given, each as CUDA_VISIBLE_DEVICES names it; none without CUDA."""
     import torch

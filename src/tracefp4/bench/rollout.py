@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
-import os
 import random
 import statistics
 import sys
@@ -31,6 +29,7 @@ from torch import Tensor
 from tracefp4.bench.clocks import sampled
 from tracefp4.bench.registry import environment
 from tracefp4.bench.rollout_table import Row, ratios, table
+from tracefp4.device import machine_memory
 from tracefp4.errors import TracefpError
 from tracefp4.guidance.schema import plane_layout
 from tracefp4.recipe import QuantRecipe, resolve_guided_layers
@@ -40,7 +39,7 @@ from tracefp4.rollout.kernel_model import KernelModel, KernelStep
 from tracefp4.rollout.model import Layer, ModelShape
 from tracefp4.rollout.paged_pool import PagedPool, slot_bytes
 from tracefp4.rollout.sequence import Sequence, Status
-from tracefp4.rollout.weights import tensors_of, weight_sizes
+from tracefp4.rollout.weights import num_parameters, tensors_of, weight_sizes
 from tracefp4.types import Request, SamplingParams
 
 FORMS = ("bf16", "fp4", "fp4-recorded")
@@ -154,22 +153,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for name, least in (("steps", 2), ("max_seqs", 1)):  # quartiles need two steps
         if getattr(args, name) < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(args, name)}")
+    if not args.budget_gb > 0:
+        parser.error(f"--budget-gb must be more than 0, not {args.budget_gb:g}")
+    if args.out is not None and args.out.exists() and not args.out.is_dir():
+        parser.error(f"--out {args.out} is a file: name a folder")
     if why := unfit_sizes(args):
         parser.error(why)
     return args
 
 
-def parameters(args: argparse.Namespace) -> int:
-    return sum(math.prod(size) for _, size in weight_sizes(model_shape(args)))
-
-
-def memory_bytes() -> int:
-    """Of this machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def unfit_sizes(args: argparse.Namespace) -> str:
-    """Why no model has these sizes, or the kernels do not take it; "" where neither."""
+    """Why no model has these sizes, or neither the kernels nor this machine take it; "" where they do."""
     for name in SIZES:
         if getattr(args, name) < 1:
             return f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}"
@@ -177,12 +171,9 @@ def unfit_sizes(args: argparse.Namespace) -> str:
         return f"--heads {args.heads} is no multiple of --kv-heads {args.kv_heads}"
     if args.top_k > args.experts:
         return f"--top-k {args.top_k} is more than --experts {args.experts}"
-    if args.out is not None and args.out.exists() and not args.out.is_dir():
-        return f"--out {args.out} is a file: name a folder"
-    if args.device == "cpu" and (need := 2 * parameters(args)) > 0.5 * (there := memory_bytes()):
+    need, there = 2 * num_parameters(model_shape(args)), machine_memory()
+    if args.device == "cpu" and need > 0.5 * there:
         return f"weights of {need / 1e9:.0f} GB in {there / 1e9:.0f} GB of memory: on the CPU give smaller --layers"
-    if not args.budget_gb > 0:
-        return f"--budget-gb must be more than 0, not {args.budget_gb:g}"
     try:
         plane_layout("nvfp4", args.bits)
         for form in args.forms:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tracefp4.assets import builtin_model_path
-from tracefp4.device import resolve_device
+from tracefp4.device import machine_memory, resolve_device
 from tracefp4.errors import TracefpError
 from tracefp4.guidance.plan import record_row_bytes
 from tracefp4.guidance.schema import full_bits
@@ -273,7 +273,7 @@ def _check_batch(config: RunConfig) -> None:
     """Refuses a step whose responses alone, without their records, exceed the machine's memory."""
     s = config.sampling
     need = s.prompts_per_step * s.samples_per_prompt * RESPONSE_BYTES
-    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    have = machine_memory()
     if need > have:
         raise TracefpError(
             f"{s.prompts_per_step} x {s.samples_per_prompt} responses a step take at least {need / 2**30:.0f} GiB of "

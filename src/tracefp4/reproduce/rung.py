@@ -97,9 +97,8 @@ def find_recipe(name: str) -> Path:
     """
     if name.endswith(".toml"):
         return Path(name)
-    folders = [
-        root / FOLDER for root in (Path(), Path(tracefp4.__file__).parents[2])
-    ]  # a checkout, called from anywhere
+    # Of a checkout, wherever the command is called from.
+    folders = [root / FOLDER for root in (Path(), Path(tracefp4.__file__).parents[2])]
     for folder in folders:
         if (path := folder / f"{name}.toml").is_file():
             return path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
@@ -93,10 +92,9 @@ def check_device(config: RolloutConfig, device: str) -> None:
 
 def burst_of(shape: ModelShape) -> int:
     """Decode steps in a row of a model over the kernels on a GPU, where the setting leaves it open."""
-    from tracefp4.rollout.weights import weight_sizes
+    from tracefp4.rollout.weights import num_parameters
 
-    small = 2 * sum(math.prod(size) for _, size in weight_sizes(shape)) < SMALL_MODEL
-    return BURST if small else LARGE_BURST
+    return BURST if 2 * num_parameters(shape) < SMALL_MODEL else LARGE_BURST
 
 
 def obstacle_to_kernels(shape: ModelShape, recipe: QuantRecipe, config: RolloutConfig) -> str:

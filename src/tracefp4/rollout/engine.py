@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
@@ -12,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tracefp4.device import machine_memory
 from tracefp4.errors import TracefpError
 from tracefp4.formats import get_format
 from tracefp4.guidance import full_bits
@@ -123,7 +123,7 @@ class RolloutEngine:
         else:
             need = slots * slot_bytes(s, self.recipe, dtype)
         if self.device in ("cpu", "meta"):  # meta: nothing is allocated, the limits are checked all the same
-            have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            have = machine_memory()
         else:
             have = torch.cuda.get_device_properties(self.device).total_memory
         if need > have:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,11 @@ def weight_sizes(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "model.norm.weight", (s.hidden,)
     if not s.tied_embeddings:
         yield "lm_head.weight", (s.vocab, s.hidden)
+
+
+def num_parameters(shape: ModelShape) -> int:
+    """Of all weights of a model."""
+    return sum(math.prod(size) for _, size in weight_sizes(shape))
 
 
 def check_weights(given: Mapping[str, Tensor], shape: ModelShape, dtype: torch.dtype) -> None:
